@@ -1,0 +1,58 @@
+"""What the aggregator hands to the router: text deltas per choice, whole choices, usage, and the errors of a parent."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class TextLogprob(NamedTuple):
+    """One token as text with its log-probability (floored at -9999)."""
+
+    token: str
+    token_id: int
+    logprob: float
+    bytes: tuple[int, ...]
+
+
+class PositionLogprobs(NamedTuple):
+    """The drawn token of one position, and the most probable ones, best first (the drawn one appended if absent)."""
+
+    drawn: TextLogprob
+    top: tuple[TextLogprob, ...]
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one choice gained: text, the token ids and log-probabilities that travel with it, at most one finish."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None
+    completion_tokens: int
+    """Tokens of this choice so far, this delta included."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class ParentUpdate:
+    """A batch of deltas of one parent, at most one per choice, sorted by index. `usage` comes with the last one."""
+
+    deltas: list[ChoiceDelta] = field(default_factory=list)
+    usage: Usage | None = None
+
+
+@dataclass(slots=True)
+class ParentResult:
+    """All choices of a finished parent as whole texts (one ChoiceDelta from first to last token), sorted by index."""
+
+    choices: list[ChoiceDelta]
+    usage: Usage
