@@ -19,14 +19,16 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class ChildRef(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChildRef:
     """Names one child: its parent's id and its choice index."""
 
     parent_id: str
     index: int
 
 
-class ChildSpec(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
     """One child as the router fixed it: choice index in the reply, sample number for the noise."""
 
     index: int

@@ -1,0 +1,82 @@
+"""Places families on groups. A plain object in the router's process; it knows loads and liveness, not HTTP or Ray.
+
+A family weighs its children and its tokens, siblings stay together, and the least loaded group wins. What was placed
+is taken back child by child as they finish, or all at once when the parent is closed.
+"""
+
+from dataclasses import dataclass
+
+
+class NoGroupError(Exception):
+    """No group is alive."""
+
+
+@dataclass(slots=True)
+class _Group:
+    children: int = 0
+    tokens: int = 0
+
+    def load(self, tokens_per_child: int) -> float:
+        """Children at work, and tokens yet to be computed on the scale of a child."""
+        return self.children + self.tokens / tokens_per_child
+
+
+class Dispatcher:
+    """`tokens_per_child` says how many tokens of a prompt weigh as much as one more running child."""
+
+    def __init__(self, tokens_per_child: int = 256) -> None:
+        self._tokens_per_child = tokens_per_child
+        self._groups: dict[str, _Group] = {}
+        self._placed: dict[tuple[str, int], tuple[str, int]] = {}
+
+    @property
+    def groups(self) -> list[str]:
+        return list(self._groups)
+
+    def update_groups(self, alive: set[str]) -> set[str]:
+        """Take the list of living groups; returns those that are gone since the last time."""
+        gone = self._groups.keys() - alive
+        for group in gone:
+            self.drop_group(group)
+        for group in sorted(alive - self._groups.keys()):
+            self._groups[group] = _Group()
+        return gone
+
+    def drop_group(self, group: str) -> None:
+        """Forget a group and all that was placed on it."""
+        self._groups.pop(group, None)
+        self._placed = {child: (where, w) for child, (where, w) in self._placed.items() if where != group}
+
+    def place(self, parent_id: str, indices: list[int], prompt_tokens: int) -> str:
+        """Choose a group for one family and count it there. Raises NoGroupError."""
+        if not self._groups:
+            raise NoGroupError
+        name = min(self._groups, key=lambda g: (self._groups[g].load(self._tokens_per_child), g))
+        share, rest = divmod(prompt_tokens, len(indices))
+        for position, index in enumerate(indices):
+            weight = share + (position < rest)
+            self._placed[parent_id, index] = name, weight
+            group = self._groups[name]
+            group.children += 1
+            group.tokens += weight
+        return name
+
+    def finished(self, parent_id: str, index: int) -> None:
+        """One child is done, or given up. Idempotent."""
+        if (placed := self._placed.pop((parent_id, index), None)) is None:
+            return
+        name, weight = placed
+        group = self._groups[name]
+        group.children -= 1
+        group.tokens -= weight
+
+    def release(self, parent_id: str, indices: range) -> None:
+        """The parent is closed: nothing of it is placed any more."""
+        for index in indices:
+            self.finished(parent_id, index)
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "children_placed": len(self._placed),
+            "tokens_placed": sum(group.tokens for group in self._groups.values()),
+        }

@@ -1,0 +1,128 @@
+"""The thread that drives one group's engine: takes calls in between steps, steps while there is work, ships deltas.
+
+It owns the engine; everyone else talks to it through `call`. Used by the worker group; knows nothing of Serve.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from cluster.outbox import Outbox, OutputSink
+from workers.engine import Engine, Outputs
+from workers.outputs import FamilyRequest
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineDriver:
+    """`idle` is called at least every `idle_s` seconds without work, to keep the group's channel warm.
+
+    When a step fails, every child gets an error delta, no call is taken any more, and `failed` is called.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        engine: Engine,
+        *,
+        idle: Callable[[], None],
+        idle_s: float,
+        failed: Callable[[], None],
+    ) -> None:
+        self.failure: str | None = None
+        self._failed = failed
+        self._group = group
+        self._engine = engine
+        self._idle = idle
+        self._idle_s = idle_s
+        self._outboxes: dict[str, Outbox] = {}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Engine], T]) -> "Future[T]":
+        """Run `function` on the engine between two steps; after a failure of the group the future says so."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                if self.failure is not None:
+                    raise RuntimeError(self.failure)
+                future.set_result(function(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._wake:
+            self._calls.append(run)
+            self._wake.notify()
+        if self.failure is not None:
+            self._take_calls()
+        return future
+
+    def submit(self, families: Sequence[FamilyRequest], sink: OutputSink) -> "Future[None]":
+        """Queue families and route their deltas to `sink`: both or neither."""
+
+        def submit(engine: Engine) -> None:
+            engine.submit(families)
+            for name in {family.sink for family in families} - self._outboxes.keys():
+                self._outboxes[name] = self._open(name, sink)
+
+        return self.call(submit)
+
+    def _open(self, name: str, sink: OutputSink) -> Outbox:
+        def lost(error: BaseException) -> None:
+            log.warning("aggregator lost, dropping its children: %s", error)
+            self.call(lambda engine: self._drop_sink(engine, name))
+
+        return Outbox(self._group, sink, lambda refs: self._post(lambda engine: engine.abort(refs)), lost)
+
+    def _drop_sink(self, engine: Engine, name: str) -> None:
+        engine.abort_sink(name)
+        self._outboxes.pop(name, None)
+
+    def _post(self, function: Callable[[Engine], None]) -> None:
+        self.call(function)
+
+    def stop(self) -> None:
+        """Leave the thread after the current step; work that is left is dropped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._take_calls():
+                self._ship(self._engine.step()) if self._engine.has_work else self._idle()
+        except Exception as error:
+            log.exception("the group cannot go on")
+            self.failure = f"the group failed: {type(error).__name__}"
+            self._ship(self._engine.fail_all(self.failure))
+            self._take_calls()
+            self._failed()
+
+    def _take_calls(self) -> bool:
+        """Run the calls that wait, after sleeping while there is nothing to do; False when told to stop."""
+        with self._wake:
+            if not self._calls and not self._engine.has_work and not self._stopping:
+                self._wake.wait(self._idle_s)
+            calls = list(self._calls)
+            self._calls.clear()
+        for run in calls:
+            run()
+        return not self._stopping
+
+    def _ship(self, outputs: Outputs) -> None:
+        for sink, parents in outputs.items():
+            self._outboxes[sink].add(parents.values())
+
+    @property
+    def shipped(self) -> bool:
+        """Whether every delta has reached its aggregator."""
+        return all(outbox.empty for outbox in list(self._outboxes.values()))

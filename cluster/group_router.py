@@ -1,0 +1,16 @@
+"""Sends a call to the very group its first argument names: Serve's own choice would split families or miss an abort.
+
+Serve makes one in every process that holds a handle of the groups; the dispatcher decides, this only obeys.
+"""
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+
+class PinnedRequestRouter(RequestRouter):
+    """First argument of the call = unique id of the replica that must take it."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        wanted = pending_request.args[0] if pending_request and pending_request.args else None
+        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]]

@@ -1,0 +1,48 @@
+"""The metrics page: Prometheus text from plain numbers, each name with a help line that says what it counts.
+
+Numbers come in as dictionaries from groups, aggregator and router and are summed; nothing is counted here.
+"""
+
+from collections.abc import Iterable, Mapping
+
+HELP = {
+    "children_running": "child sequences in the running batch",
+    "children_waiting": "child sequences that wait for their prompt or for a slot",
+    "parents_alive": "parent requests not yet answered or cancelled",
+    "children_alive": "child sequences the aggregator still merges",
+    "child_slots_in_use": "child slots reserved by admission",
+    "children_placed": "child sequences the dispatcher counts on groups",
+    "families_alive": "families (prompts with their children) known to the groups",
+    "groups_alive": "groups that answered",
+    "kv_blocks_used": "KV blocks held by a block table",
+    "kv_blocks_total": "KV blocks there are",
+    "prompt_tokens_asked_total": "prompt tokens of families, once per family",
+    "prompt_tokens_computed_total": "prompt tokens run through the model",
+    "prompt_tokens_cached_total": "prompt tokens found in the prefix cache",
+    "generation_tokens_total": "tokens drawn, over all children",
+    "recomputed_tokens_total": "output tokens computed again after a preemption",
+    "preemptions_total": "children that gave their KV blocks back for a while",
+}
+
+
+def add_up(parts: Iterable[Mapping[str, object]]) -> dict[str, int]:
+    """Sum the numbers of the same name; what is no number, or a flag, is left out."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                total[name] = total.get(name, 0) + value
+    return total
+
+
+def render(numbers: Mapping[str, int]) -> str:
+    """Prometheus text format 0.0.4. Names ending in _total are counters, but for the size of the pool."""
+    lines = []
+    for name, value in sorted(numbers.items()):
+        kind = "counter" if name.endswith("_total") and name != "kv_blocks_total" else "gauge"
+        lines += [
+            f"# HELP choral_{name} {HELP.get(name, name.replace('_', ' '))}",
+            f"# TYPE choral_{name} {kind}",
+            f"choral_{name} {value}",
+        ]
+    return "\n".join(lines) + "\n"

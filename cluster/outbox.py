@@ -1,0 +1,77 @@
+"""Carries a group's deltas to one aggregator: at most one push is in flight, what happens meanwhile is folded in.
+
+A slow aggregator therefore delays nobody and nothing is queued without bound: one pending message per sink. The answer
+of a push names children to stop. Called by the engine driver; knows only that a sink has a `push`.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from workers.outputs import ChildRef, ParentDelta, StepOutput
+
+
+class OutputSink(Protocol):
+    """Sends a step's output; the future resolves to the children the group should stop."""
+
+    def push(self, output: StepOutput) -> "Future[list[ChildRef]]": ...
+
+
+class ActorSink:
+    """An OutputSink over a Ray actor with a `push` method."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def push(self, output: StepOutput) -> "Future[list[ChildRef]]":
+        future: Future[list[ChildRef]] = self._actor.push.remote(output).future()
+        return future
+
+
+class Outbox:
+    """`on_stop` gets the children to stop, `on_lost` the error when the sink cannot be reached any more."""
+
+    def __init__(
+        self,
+        group: str,
+        sink: OutputSink,
+        on_stop: Callable[[list[ChildRef]], None],
+        on_lost: Callable[[BaseException], None],
+    ) -> None:
+        self._group = group
+        self._sink = sink
+        self._on_stop = on_stop
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._pending: StepOutput | None = None
+        self._in_flight = False
+
+    @property
+    def empty(self) -> bool:
+        with self._lock:
+            return self._pending is None and not self._in_flight
+
+    def add(self, parents: Iterable[ParentDelta]) -> None:
+        with self._lock:
+            if self._pending is None:
+                self._pending = StepOutput(self._group)
+            self._pending.fold(parents)
+        self._send()
+
+    def _send(self) -> None:
+        with self._lock:
+            if self._in_flight or self._pending is None:
+                return
+            output, self._pending, self._in_flight = self._pending, None, True
+        self._sink.push(output).add_done_callback(self._pushed)
+
+    def _pushed(self, future: "Future[list[ChildRef]]") -> None:
+        if (error := future.exception()) is not None:
+            self._on_lost(error)  # the flag stays set: nothing is ever sent to a lost sink again
+            return
+        if stops := future.result():
+            self._on_stop(stops)
+        with self._lock:
+            self._in_flight = False
+        self._send()

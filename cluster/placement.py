@@ -1,0 +1,91 @@
+"""What a cluster of groups needs from Ray, and whether it is to be had: bundles, Serve options, the bounded wait.
+
+A group that can never be placed must not hang quietly: the demand is compared with what the nodes offer, and the error
+names the resource that is missing.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.group_router import PinnedRequestRouter
+
+
+class PlacementError(Exception):
+    """The cluster lacks a resource; the message names it."""
+
+
+def bundles(config: ClusterConfig, device: str) -> list[dict[str, float]]:
+    """One bundle per rank of a group."""
+    return [{"CPU": 1.0, **({"GPU": 1.0} if device == "cuda" else {})} for _ in range(config.tp)]
+
+
+def group_options(config: ClusterConfig, device: str) -> dict[str, Any]:
+    """Serve options of the deployment whose replicas are the groups."""
+    from ray.serve.config import RequestRouterConfig
+
+    one = bundles(config, device)
+    return {
+        "name": "groups",
+        "num_replicas": config.groups,
+        "placement_group_bundles": one,
+        "placement_group_strategy": "PACK",
+        "ray_actor_options": {"num_cpus": one[0]["CPU"], "num_gpus": one[0].get("GPU", 0)},
+        "max_ongoing_requests": 100_000,
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "graceful_shutdown_timeout_s": 10,
+        "request_router_config": RequestRouterConfig(request_router_class=PinnedRequestRouter),
+    }
+
+
+def missing_resources(needed: list[dict[str, float]], nodes: list[dict[str, float]]) -> list[str]:
+    """What the nodes lack to hold all bundles, as "GPU: 4 needed, 2 in the cluster"; empty if they fit.
+
+    Totals are compared first; bundles that fit in total may still not fit node by node, which is said as well.
+    """
+    lacking = []
+    for name in sorted({name for bundle in needed for name in bundle}):
+        want = sum(bundle.get(name, 0) for bundle in needed)
+        have = sum(node.get(name, 0) for node in nodes)
+        if want > have:
+            lacking.append(f"{name}: {want:g} needed, {have:g} free in the cluster")
+    return lacking or ([] if _fits(needed, nodes) else [f"no node has room for a bundle of {needed[0]}"])
+
+
+def _fits(needed: list[dict[str, float]], nodes: list[dict[str, float]]) -> bool:
+    """First fit; the bundles of a deployment are all alike, so it is exact."""
+    room = [dict(node) for node in nodes]
+    for bundle in needed:
+        node = next((node for node in room if all(node.get(k, 0) >= v for k, v in bundle.items())), None)
+        if node is None:
+            return False
+        for name, amount in bundle.items():
+            node[name] -= amount
+    return True
+
+
+def wait_for_room(config: ClusterConfig, device: str, say: Callable[[str], None]) -> None:
+    """Return when the cluster can hold every group, waiting for nodes that join; PlacementError after the timeout."""
+    needed = bundles(config, device) * config.groups
+    deadline = time.monotonic() + config.start_timeout_s
+    told = False
+    while lacking := missing_resources(needed, _free_per_node()):
+        what = "; ".join(lacking)
+        if time.monotonic() >= deadline:
+            raise PlacementError(
+                f"cannot place {config.groups} group(s) of {config.tp} rank(s) after {config.start_timeout_s:g} s: {what}"
+            )
+        if not told:
+            say(f"waiting for resources: {what}")
+            told = True
+        time.sleep(0.5)
+
+
+def _free_per_node() -> list[dict[str, float]]:
+    from ray._private.state import available_resources_per_node
+
+    free: dict[str, dict[str, float]] = available_resources_per_node()
+    return list(free.values())

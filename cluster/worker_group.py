@@ -1,0 +1,133 @@
+"""One tensor-parallel group as one Serve replica: the replica's process is rank 0, the other ranks are its child actors.
+
+The replica dies as a unit with its ranks and lives in one placement group with them. It takes families (hop 1), and
+pushes their deltas to the aggregator the family names (hop 2). It knows neither HTTP nor text.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from workers.checkpoint import resolve
+
+from cluster.engine_driver import EngineDriver
+from cluster.outbox import ActorSink
+from workers.config import EngineConfig
+from workers.engine import Engine
+from workers.model_runner import ModelRunner, resolve_backend, set_threads
+from workers.outputs import ChildRef, FamilyRequest
+from workers.plan_channel import PlanChannel
+from workers.step_input import StepInput
+from workers.tensor_parallel import Communicator, init_communicator, open_store
+from workers.worker import RankWorker
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 2.0
+"""How long a failed group tries to hand out its error deltas before its process ends."""
+
+
+class WorkerGroup:
+    """The deployment's class. `options` are those of the engine; `model` is resolved anew on the replica's node."""
+
+    def __init__(self, model: str | None, options: dict[str, Any], threads: int | None) -> None:
+        started = time.monotonic()
+        set_threads(threads)
+        self.group: str = serve.get_replica_context().replica_id.unique_id
+        config = EngineConfig(model_folder=str(resolve(model)), **options)
+        self._ranks = [self._make_rank(config, rank, threads) for rank in range(1, config.tp)]
+        comm, self._channel = self._join(config)
+        runner = ModelRunner(config, comm)
+        ray.get(self._ready)
+        self._runner = runner
+        engine = Engine(config, runner, self._run)
+        self._driver = EngineDriver(
+            self.group,
+            engine,
+            idle=self._heartbeat,
+            idle_s=min(config.collective_timeout_s / 4, 5.0),
+            failed=self._die,
+        )
+        self._about = {
+            "group": self.group,
+            "max_model_len": engine.max_model_len,
+            "vocab_size": engine.vocab_size,
+            "exact": runner.device.type == "cpu",
+        }
+        log.info("group %s ready after %.1f s", self.group, time.monotonic() - started)
+
+    def _make_rank(self, config: EngineConfig, rank: int, threads: int | None) -> Any:
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU")
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=rank
+        )
+        actor = RankWorker.options(  # type: ignore[attr-defined]
+            num_cpus=1, num_gpus=1 if gpus else 0, scheduling_strategy=strategy
+        )
+        return actor.remote(config, rank, threads)
+
+    def _join(self, config: EngineConfig) -> tuple[Communicator, PlanChannel | None]:
+        """Serve the group's store on an address that is bound already, then let every rank join."""
+        self._ready: list[Any] = []
+        if config.tp == 1:
+            return Communicator(), None
+        host, timeout_s = ray.util.get_node_ip_address(), config.collective_timeout_s
+        store = open_store(host, 0, is_host=True, timeout_s=timeout_s)
+        self._ready = [rank.start.remote(host, store.port) for rank in self._ranks]
+        backend = resolve_backend(config.device)
+        comm = init_communicator(0, config.tp, store, backend=backend, timeout_s=timeout_s)
+        return comm, PlanChannel(config.collective_timeout_s)
+
+    def _run(self, step: StepInput) -> Any:
+        if self._channel is not None:
+            self._channel.send(step)
+        return self._runner.execute(step)
+
+    def _heartbeat(self) -> None:
+        if self._channel is not None:
+            self._channel.heartbeat()
+
+    async def submit(self, group: str, families: Sequence[FamilyRequest], aggregator: Any) -> None:
+        """Take families, all or none. `group` is this replica's id; it steers the Serve router."""
+        await asyncio.wrap_future(self._driver.submit(families, ActorSink(aggregator)))
+
+    async def abort(self, group: str, children: Sequence[ChildRef]) -> None:
+        """Stop children; returns when none of them is in any rank's next step."""
+        await asyncio.wrap_future(self._driver.call(lambda engine: engine.abort(children)))
+
+    async def stats(self) -> dict[str, Any]:
+        """What this group is and does; goes through the step loop, so a stuck group does not answer."""
+        numbers = await asyncio.wrap_future(self._driver.call(Engine.stats))
+        return {**self._about, **numbers}
+
+    async def rank_stats(self, group: str) -> list[dict[str, int]]:
+        """What the other ranks hold."""
+        return list(await asyncio.gather(*(rank.stats.remote() for rank in self._ranks)))
+
+    def check_health(self) -> None:
+        if self._driver.failure is not None:
+            raise RuntimeError(self._driver.failure)
+
+    def _die(self) -> None:
+        """End the process once the error deltas are out, so that Serve replaces the group at once."""
+        threading.Thread(target=self._flush_and_exit, daemon=True).start()
+
+    def _flush_and_exit(self) -> None:
+        deadline = time.monotonic() + FLUSH_S
+        while not self._driver.shipped and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os._exit(1)
+
+    def __del__(self) -> None:
+        """Serve calls this when it stops the replica; the child actors end with their owner."""
+        if driver := getattr(self, "_driver", None):
+            driver.stop()
+            if self._channel is not None:
+                self._channel.stop()

@@ -1,0 +1,171 @@
+"""Starts and stops a Choral cluster: Ray, the Serve application of router and groups, and the way back to nothing.
+
+Called by the CLI and by tests. What is started here is stopped here; a Ray cluster that was joined is left running.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.schema import ApplicationStatus, LoggingConfig
+from workers.checkpoint import resolve
+
+from cluster.config import ClusterConfig
+from cluster.placement import PlacementError, bundles, group_options, wait_for_room
+from cluster.worker_group import WorkerGroup
+from router.ingress import Ingress, router_options
+from workers.model_runner import resolve_device
+
+APP = "choral"
+DEPLOY_TIMEOUT_S = 600.0
+"""Longest wait for the groups to load their model once they are placed."""
+
+Say = Callable[[str], None]
+
+
+class StartError(Exception):
+    """The cluster cannot start; the message says what is missing or wrong."""
+
+
+class RunningCluster:
+    """A cluster that answers. As a context manager it stops at the end of the block."""
+
+    def __init__(self, config: ClusterConfig, port: int, model_name: str) -> None:
+        self.url = f"http://{config.host}:{port}"
+        self.model_name = model_name
+        self._owns_ray = config.address is None
+        self._stopped = False
+
+    def wait(self) -> None:
+        """Return when the application has died; a signal leaves by exception."""
+        while _status() is ApplicationStatus.RUNNING:
+            time.sleep(1.0)
+
+    def drain(self) -> None:
+        """Take no new requests, let running ones finish within Serve's bound, then stop everything."""
+        if not self._stopped:
+            serve.delete(APP, _blocking=True)
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop at once. Idempotent."""
+        if not self._stopped:
+            self._stopped = True
+            _stop(self._owns_ray)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningCluster:
+    """Start or join Ray and deploy; returns when the cluster is ready to answer. Raises StartError."""
+    started = time.monotonic()
+    try:
+        folder = resolve(config.model)
+        device = resolve_device(config.device).type
+    except (ValueError, OSError, RuntimeError) as error:
+        raise StartError(str(error)) from error
+    port = config.port or _free_port(config.host)
+    _start_ray(config, device, say)
+    try:
+        wait_for_room(config, device, say)
+        name = config.served_name or folder.name
+        _deploy(config, port, str(folder), name, device)
+        _wait_until_running(say)
+    except BaseException as error:
+        _stop(config.address is None)
+        if isinstance(error, PlacementError):
+            raise StartError(str(error)) from error
+        raise
+    say(f"ready after {time.monotonic() - started:.1f} s")
+    return RunningCluster(config, port, name)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
+    """Join a cluster, or start one here with room for the ranks that share the cores."""
+    say(f"joining Ray at {config.address}" if config.address else "starting Ray")
+    options: dict[str, Any] = {"address": config.address}
+    if config.address is None:
+        ranks = config.groups * config.tp
+        cores = os.cpu_count() or 1
+        if device == "cpu" and ranks > cores:
+            say(f"{ranks} ranks share {cores} cores")
+        options = {"address": "local", "num_cpus": max(cores, ranks), "include_dashboard": False}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise StartError(f"Ray did not start or cannot be joined: {error}") from error
+
+
+def _deploy(config: ClusterConfig, port: int, folder: str, name: str, device: str) -> None:
+    logs = LoggingConfig(enable_access_log=False)
+    serve.start(http_options=HTTPOptions(host=config.host, port=port), logging_config=logs)
+    engine = config.engine(folder)
+    options = {
+        field: getattr(engine, field) for field in engine.__dataclass_fields__ if field != "model_folder"
+    }
+    groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
+    router = serve.deployment(Ingress).options(**router_options())
+    bound = groups.bind(config.model, options, _threads(config, device))
+    app = router.bind(config, folder, name, bound)
+    targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _threads(config: ClusterConfig, device: str) -> int | None:
+    """CPU threads per rank: the cores shared out between the ranks of this machine."""
+    if config.threads is not None or device != "cpu":
+        return config.threads
+    ranks = config.tp * (config.groups if config.address is None else 1)
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def _status() -> ApplicationStatus | None:
+    app = serve.status().applications.get(APP)
+    return app.status if app else None
+
+
+def _wait_until_running(say: Say) -> None:
+    """Raises StartError with Serve's message when the deployment fails, or when it takes too long."""
+    say("loading the model")
+    deadline = time.monotonic() + DEPLOY_TIMEOUT_S
+    while (status := _status()) is not ApplicationStatus.RUNNING:
+        if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            raise StartError(_failure())
+        if time.monotonic() > deadline:
+            raise StartError(f"the groups were not ready after {DEPLOY_TIMEOUT_S:.0f} s")
+        time.sleep(0.1)
+
+
+def _failure() -> str:
+    """The last lines of what Serve says of the failed deployments: the exception is at their end."""
+    app = serve.status().applications[APP]
+    messages = [app.message, *(d.message for d in app.deployments.values() if d.message)]
+    lines = [line for message in messages for line in message.strip().splitlines() if line.strip()]
+    return "\n".join(lines[-8:])
+
+
+def _stop(owns_ray: bool) -> None:
+    serve.shutdown()
+    ray.shutdown()
+
+
+__all__ = ["RunningCluster", "StartError", "bundles", "start"]

@@ -1,0 +1,152 @@
+"""The router's Engine over Ray: places families, sends them to groups (hop 1), reads parents from the aggregator (hop 3).
+
+Lives in the router's process with the dispatcher. Opening a parent and submitting its families is one unit: whatever
+happens in between or afterwards, `_close` frees the parent on aggregator, groups and dispatcher.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray.exceptions import RayError
+
+from aggregation.parent_request import ParentRequest
+from aggregation.results import ChoiceDelta, ParentResult, ParentUpdate
+from cluster.dispatcher import Dispatcher, NoGroupError
+from cluster.metrics import add_up, render
+from router.engine import GenerationError, ModelInfo, NoHealthyGroupError
+from workers.outputs import ChildRef, FamilyRequest
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""How often the groups are asked whether they live."""
+CALL_TIMEOUT_S = 30.0
+"""A group that does not take or drop a family for so long counts as lost."""
+
+
+class RayEngine:
+    """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `sink` its name."""
+
+    def __init__(self, model: ModelInfo, groups: Any, aggregator: Any, sink: str) -> None:
+        self._model = model
+        self._groups = groups
+        self._aggregator = aggregator
+        self._sink = sink
+        self._dispatcher = Dispatcher()
+        self._stats: list[dict[str, Any]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    async def healthy(self) -> bool:
+        return bool(self._dispatcher.groups)
+
+    async def metrics(self) -> str:
+        await self.refresh()
+        parts = [*self._stats, await self._aggregator.counters.remote(), self._dispatcher.counters()]
+        return render({**add_up(parts), "groups_alive": len(self._dispatcher.groups)})
+
+    async def watch(self) -> None:
+        """Keep the list of living groups; runs as long as the router."""
+        while True:
+            try:
+                await self.refresh()
+            except Exception:
+                log.exception("could not ask the groups")
+            await asyncio.sleep(WATCH_S)
+
+    async def refresh(self) -> None:
+        """Ask every group for its numbers; children on groups that are gone fail with an error of their own."""
+        self._stats = await self._ask_groups()
+        for group in self._dispatcher.update_groups({stats["group"] for stats in self._stats}):
+            await self._aggregator.fail_group.remote(group, "the group that ran this child was lost")
+
+    async def _ask_groups(self) -> list[dict[str, Any]]:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                answers: list[dict[str, Any]] = await self._groups.broadcast("stats")
+                return answers
+        except Exception as error:  # Serve has several errors for "no replica"; each means nobody answered
+            log.warning("no answer from the groups: %s", error)
+            return []
+
+    async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
+        try:
+            await self._start(parent, stream=True)
+            async for ref in self._aggregator.updates.options(num_returns="streaming").remote(
+                parent.parent_id
+            ):
+                update: ParentUpdate = await ref
+                self._count_finished(parent, update.deltas)
+                yield update
+        except RayError as error:
+            raise GenerationError("the aggregator was lost") from error
+        finally:
+            self._close_later(parent)
+
+    async def complete(self, parent: ParentRequest) -> ParentResult:
+        try:
+            await self._start(parent, stream=False)
+            result: ParentResult = await self._aggregator.result.remote(parent.parent_id)
+            return result
+        except RayError as error:
+            raise GenerationError(str(error.__cause__ or error)) from error
+        finally:
+            self._close_later(parent)
+
+    def _count_finished(self, parent: ParentRequest, deltas: list[ChoiceDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._dispatcher.finished(parent.parent_id, delta.index)
+
+    async def _start(self, parent: ParentRequest, *, stream: bool) -> None:
+        """Place every family, open the parent, send one call per group. Raises NoHealthyGroupError."""
+        try:
+            by_group = self._place(parent)
+        except NoGroupError as error:
+            raise NoHealthyGroupError("no group is ready") from error
+        await self._aggregator.open.remote(parent, stream=stream)
+        placement = {
+            c.index: group for group, families in by_group.items() for f in families for c in f.children
+        }
+        await self._aggregator.place.remote(parent.parent_id, placement)
+        await asyncio.gather(*(self._submit(group, families) for group, families in by_group.items()))
+
+    def _place(self, parent: ParentRequest) -> dict[str, list[FamilyRequest]]:
+        by_group: defaultdict[str, list[FamilyRequest]] = defaultdict(list)
+        for number, prompt in enumerate(parent.prompts):
+            children = parent.children(number)
+            group = self._dispatcher.place(parent.parent_id, [child.index for child in children], len(prompt))
+            by_group[group].append(parent.family(number, children, self._sink))
+        return by_group
+
+    async def _submit(self, group: str, families: list[FamilyRequest]) -> None:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await self._groups.submit.remote(group, families, self._aggregator)
+        except (RayError, TimeoutError) as error:
+            self._dispatcher.drop_group(group)
+            raise NoHealthyGroupError("the group was lost before it took the request") from error
+
+    def _close_later(self, parent: ParentRequest) -> None:
+        """Free everything of a parent in a task of its own, so that a cancelled request cannot interrupt it."""
+        self._dispatcher.release(parent.parent_id, range(parent.num_children))
+        task = asyncio.get_running_loop().create_task(self._close(parent))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _close(self, parent: ParentRequest) -> None:
+        by_group: defaultdict[str, list[ChildRef]] = defaultdict(list)
+        try:
+            for group, child in await self._aggregator.close.remote(parent.parent_id):
+                by_group[group].append(child)
+            for group, children in by_group.items():
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await self._groups.abort.remote(group, children)
+        except (RayError, TimeoutError) as error:
+            log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)

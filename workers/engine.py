@@ -1,0 +1,164 @@
+"""One group's engine: families in, deltas out, one step at a time. Runs in a plain process, without Ray and HTTP.
+
+The step is schedule, run, draw, hand out. Everything is called from one thread; whoever drives it (the worker group,
+a test, a script) calls `step` while there is work and passes the deltas on to the sinks they are for.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+from torch import Tensor
+
+from workers.block_manager import BlockManager
+from workers.config import EngineConfig
+from workers.model_runner import ModelRunner
+from workers.outputs import (
+    ChildDelta,
+    ChildRef,
+    FamilyRequest,
+    FinishReason,
+    ParentDelta,
+    PromptReport,
+    TokenLogprobs,
+)
+from workers.sampler import Sampler
+from workers.scheduler import Batch, Scheduler
+from workers.sequence import Family, Sequence
+from workers.step_input import StepInput
+
+Outputs = dict[str, dict[str, ParentDelta]]
+"""Deltas of one step by sink and parent."""
+
+
+class Engine:
+    """`run` executes a step on all ranks of the group and returns rank 0's logits; by default there is one rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        run: Callable[[StepInput], Tensor | None] | None = None,
+    ) -> None:
+        self.max_model_len = runner.max_model_len
+        self.vocab_size = runner.model_config.vocab_size
+        self._eos_ids = frozenset(runner.model_config.eos_token_ids)
+        self._run = run or runner.execute
+        self._block_size = config.block_size
+        self._sampler = Sampler(self._eos_ids, runner.device)
+        self.blocks = BlockManager(runner.kv.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
+        self.scheduler = Scheduler(
+            self.blocks, max_running=config.max_running, max_step_tokens=config.max_step_tokens
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.families)
+
+    def submit(self, families: Iterable[FamilyRequest]) -> None:
+        """Queue families, all or none. Raises ValueError for one that can never run."""
+        families = list(families)
+        for family in families:
+            self._check(family)
+        added: list[Family] = []
+        try:
+            for family in families:
+                added.append(self.scheduler.add(family))
+        except ValueError:
+            for known in added:
+                self._finish(known.children)
+            raise
+
+    def _check(self, family: FamilyRequest) -> None:
+        length = len(family.prompt_token_ids)
+        if not length or not family.children:
+            raise ValueError("a family needs a prompt and at least one child")
+        if length + family.params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt ({length} tokens) and max_tokens ({family.params.max_tokens}) exceed max_model_len "
+                f"({self.max_model_len})"
+            )
+        if not 0 <= min(family.prompt_token_ids) <= max(family.prompt_token_ids) < self.vocab_size:
+            raise ValueError(f"prompt token ids must lie in 0..{self.vocab_size - 1}")
+
+    def abort(self, children: Iterable[ChildRef]) -> None:
+        """Stop children at once; no delta of them follows. Unknown or finished ones are passed over."""
+        by_parent: defaultdict[str, list[int]] = defaultdict(list)
+        for child in children:
+            by_parent[child.parent_id].append(child.index)
+        for parent_id, indices in by_parent.items():
+            self._finish(self.scheduler.find(parent_id, indices))
+
+    def abort_parent(self, parent_id: str) -> None:
+        self._finish(self.scheduler.find(parent_id))
+
+    def abort_sink(self, sink: str) -> None:
+        """Stop everything that reports to a sink that is gone."""
+        for family in [f for f in self.scheduler.families.values() if f.request.sink == sink]:
+            self._finish(family.children)
+
+    def _finish(self, children: Iterable[Sequence]) -> None:
+        for child in list(children):
+            self.scheduler.finish(child)
+
+    def step(self) -> Outputs:
+        """Advance every running child by one token and prompts by a chunk. Returns what each sink gets."""
+        batch = self.scheduler.schedule()
+        if not batch.chunks:
+            return {}
+        logits = self._run(StepInput.build(batch, self._block_size))
+        self.scheduler.computed(batch)
+        return self._draw(batch, logits) if logits is not None else {}
+
+    def _draw(self, batch: Batch, logits: Tensor) -> Outputs:
+        drawing = [chunk for chunk in batch.chunks if chunk.draws]
+        draws = [child for chunk in drawing for child in chunk.draws]
+        rows = [row for row, chunk in enumerate(drawing) for _ in chunk.draws]
+        drawn = self._sampler.draw(logits, draws, rows)
+        outputs: Outputs = {}
+        for chunk in drawing:
+            if chunk.child is None:
+                _delta(outputs, chunk.family).prompts.append(_report(chunk.family))
+                chunk.family.forked = True
+        for child, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
+            _delta(outputs, child.family).add(self._advance(child, token, logprobs))
+        return outputs
+
+    def _advance(self, child: Sequence, token: int, logprobs: TokenLogprobs | None) -> ChildDelta:
+        stop_id = child.append(token, self._eos_ids)
+        self.scheduler.counters.generation_tokens += 1
+        if child.finish_reason is not None:
+            self.scheduler.finish(child)
+        return ChildDelta(
+            child.index, [token], None if logprobs is None else [logprobs], child.finish_reason, stop_id
+        )
+
+    def fail_all(self, message: str) -> Outputs:
+        """End every child with an error delta; for a group that cannot go on."""
+        outputs: Outputs = {}
+        for family in list(self.scheduler.families.values()):
+            for child in family.live:
+                delta = ChildDelta(child.index, finish_reason=FinishReason.ERROR, error=message)
+                _delta(outputs, family).add(delta)
+            self._finish(family.children)
+        return outputs
+
+    def stats(self) -> dict[str, int]:
+        """Gauges and counters of this group, as exported by the metrics page."""
+        return {
+            "children_running": len(self.scheduler.running),
+            "children_waiting": self.scheduler.num_waiting,
+            "families_alive": len(self.scheduler.families),
+            "kv_blocks_used": self.blocks.num_used,
+            "kv_blocks_total": self.blocks.num_blocks,
+            **{f"{name}_total": count for name, count in asdict(self.scheduler.counters).items()},
+        }
+
+
+def _delta(outputs: Outputs, family: Family) -> ParentDelta:
+    parents = outputs.setdefault(family.request.sink, {})
+    return parents.setdefault(family.request.parent_id, ParentDelta(family.request.parent_id))
+
+
+def _report(family: Family) -> PromptReport:
+    return PromptReport(family.request.prompt_number, family.prompt_len, family.cached_tokens)

@@ -1,0 +1,116 @@
+"""One rank's model and KV cache, and the step every rank runs alike. Knows tensors, not requests.
+
+`execute` is the same call on every rank; only rank 0 gets logits to draw from. Rank 0 calls it through the engine,
+the others in `workers.rank_loop`.
+"""
+
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from workers.config import EngineConfig
+from workers.loader import load_model, resolve_dtype
+from workers.model_config import ModelConfig
+from workers.step_input import StepInput
+from workers.tensor_parallel import Communicator
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Loads this rank's shard and allocates its KV blocks. Raises ValueError naming the option that does not fit."""
+
+    def __init__(self, config: EngineConfig, comm: Communicator) -> None:
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        self.model_config = ModelConfig.from_folder(config.model_folder)
+        self.exact_tp = self.device.type == "cpu" if config.exact_tp is None else config.exact_tp
+        limit = min(config.max_model_len or self.model_config.max_len, self.model_config.max_len)
+        if config.max_model_len and config.max_model_len > self.model_config.max_len:
+            raise ValueError(
+                f"max_model_len {config.max_model_len} is above the model's {self.model_config.max_len}"
+            )
+        self.model = load_model(
+            config.model_folder,
+            dtype=self.dtype,
+            device=self.device,
+            comm=comm,
+            exact=self.exact_tp,
+            max_len=limit,
+        )
+        num_blocks = self._num_blocks(config)
+        self.max_model_len = _fitting_len(config, limit, num_blocks)
+        self.kv = ops.KVCache.allocate(
+            self.model_config.num_layers, num_blocks, self.model.local_kv_heads, self.model_config.head_dim,
+            config.block_size, self.dtype, self.device,
+        )  # fmt: skip
+        log.info(
+            "%s; %s, %d KV blocks of %d",
+            ops.implementation(self.device),
+            self.dtype,
+            num_blocks,
+            config.block_size,
+        )
+
+    def _num_blocks(self, config: EngineConfig) -> int:
+        """Equal on every rank: counted for the rank with the most heads, so one scheduler fits all."""
+        if config.kv_blocks is not None:
+            return config.kv_blocks
+        model = self.model_config
+        heads = -(-model.num_kv_heads // config.tp)
+        size = ops.KVCache.bytes_per_block(
+            model.num_layers, heads, model.head_dim, config.block_size, self.dtype
+        )
+        return max(2, int(config.kv_memory_gib * 2**30) // size)
+
+    @torch.inference_mode()
+    def execute(self, step: StepInput) -> Tensor | None:
+        """Copy blocks, run the model on [T] tokens, return logits [M, V] of the rows that draw (None if M is 0)."""
+        step = self._to_device(step)
+        if step.copies.shape[0]:
+            self.kv.copy_blocks(step.copies)
+        batch = ops.AttentionBatch.build(
+            step.query_starts.int(),
+            step.context_lens.int(),
+            step.block_tables.int(),
+            step.positions,
+            step.slots,
+            self.kv,
+        )
+        hidden = self.model.forward(step.token_ids, batch, self.kv)
+        return self.model.logits(hidden[step.logit_rows]) if step.logit_rows.numel() else None
+
+    def _to_device(self, step: StepInput) -> StepInput:
+        return step if self.device.type == "cpu" else StepInput.unpack(step.pack().to(self.device))
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto" is this process's GPU where there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+
+def resolve_backend(device: str) -> str:
+    """The collectives' backend for a device option."""
+    return "nccl" if resolve_device(device).type == "cuda" else "gloo"
+
+
+def set_threads(threads: int | None) -> None:
+    """Fix torch's thread count for this process; None leaves what the environment says."""
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
+
+def _fitting_len(config: EngineConfig, limit: int, num_blocks: int) -> int:
+    """Longest sequence a pool of `num_blocks` can always finish: a prompt's partly filled block is held twice."""
+    fitting = (num_blocks - 1) * config.block_size
+    if config.max_model_len is not None and config.max_model_len > fitting:
+        raise ValueError(
+            f"max_model_len {config.max_model_len} needs more KV blocks than the {num_blocks} there are"
+        )
+    return min(limit, fitting)

@@ -1,0 +1,110 @@
+"""From sequences to one sampling call and back: gathers what each draw needs, without any arithmetic of its own.
+
+The draw itself, its order of filters and its counter-based noise are `kernels.ops.sample`. Several draws may read one
+logits row: the children of a finished prompt do.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from workers.outputs import TokenLogprobs
+from workers.sampling_params import SamplingParams
+from workers.sequence import Sequence
+
+T = TypeVar("T")
+
+
+class Drawn(NamedTuple):
+    """The tokens of a step in the order of its draws; logprobs where asked for."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+class Sampler:
+    """Draws on the device the logits are on. `eos_ids` are banned, with the stop ids, below a child's min_tokens."""
+
+    def __init__(self, eos_ids: frozenset[int], device: torch.device) -> None:
+        self._eos_ids = eos_ids
+        self._device = device
+
+    def draw(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
+        """One token per entry of `draws`, read from row `rows[i]` of `logits` [M, V]."""
+        result = ops.sample(logits, self._batch(draws, rows))
+        return Drawn(result.tokens.tolist(), _logprobs(draws, result))
+
+    def _batch(self, draws: Seq[Sequence], rows: Seq[int]) -> ops.SampleBatch:
+        params = [child.family.request.params for child in draws]
+        seen_starts, seen = self._ragged((child.seen or {}).items() for child in draws)
+        bias_starts, bias = self._ragged(p.logit_bias for p in params)
+        banned_starts, banned = self._ragged(((i,) for i in self._banned(child)) for child in draws)
+        allowed_starts, allowed = self._ragged(((i,) for i in p.allowed_token_ids or ()) for p in params)
+        return ops.SampleBatch(
+            rows=self._ints(rows),
+            temperature=self._floats(p.temperature for p in params),
+            top_k=self._ints((p.top_k for p in params), torch.int32),
+            top_p=self._floats(p.top_p for p in params),
+            min_p=self._floats(p.min_p for p in params),
+            seed=self._ints(p.seed for p in params),
+            prompt_number=self._ints(child.family.request.prompt_number for child in draws),
+            sample=self._ints(child.sample for child in draws),
+            position=self._ints(len(child.output_ids) for child in draws),
+            num_logprobs=self._ints((_num_logprobs(p) for p in params), torch.int32),
+            repetition=self._floats(p.repetition_penalty for p in params),
+            presence=self._floats(p.presence_penalty for p in params),
+            frequency=self._floats(p.frequency_penalty for p in params),
+            seen_starts=seen_starts,
+            seen_ids=self._ints((i for i, _ in seen), torch.int32),
+            seen_counts=self._ints((count for _, count in seen), torch.int32),
+            bias_starts=bias_starts,
+            bias_ids=self._ints((i for i, _ in bias), torch.int32),
+            bias_values=self._floats(value for _, value in bias),
+            banned_starts=banned_starts,
+            banned_ids=self._ints((i for (i,) in banned), torch.int32),
+            allowed_starts=allowed_starts,
+            allowed_ids=self._ints((i for (i,) in allowed), torch.int32),
+        )
+
+    def _banned(self, child: Sequence) -> Iterable[int]:
+        params = child.family.request.params
+        if len(child.output_ids) >= params.min_tokens:
+            return ()
+        return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
+
+    def _ragged(self, segments: Iterable[Iterable[T]]) -> tuple[Tensor, list[T]]:
+        """Concatenate segments; int32 starts [R + 1] and the flat list."""
+        starts: list[int] = [0]
+        flat: list[T] = []
+        for segment in segments:
+            flat += segment
+            starts.append(len(flat))
+        return self._ints(starts, torch.int32), flat
+
+    def _ints(self, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=self._device)
+
+    def _floats(self, values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float32, device=self._device)
+
+
+def _num_logprobs(params: SamplingParams) -> int:
+    return -1 if params.logprobs is None else params.logprobs
+
+
+def _logprobs(draws: Seq[Sequence], result: ops.SampleResult) -> list[TokenLogprobs | None]:
+    counts = [child.family.request.params.logprobs for child in draws]
+    if all(count is None for count in counts):
+        return [None] * len(draws)
+    columns = zip(
+        counts, result.tokens.tolist(), result.logprobs.tolist(), result.top_ids.tolist(),
+        result.top_logprobs.tolist(), strict=True,
+    )  # fmt: skip
+    return [
+        None if k is None else TokenLogprobs(token, logprob, tuple(ids[:k]), tuple(values[:k]))
+        for k, token, logprob, ids, values in columns
+    ]

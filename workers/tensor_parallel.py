@@ -1,0 +1,193 @@
+"""Who holds what in a tensor-parallel group, and how its ranks exchange activations.
+
+`ShardPlan` is arithmetic on a model's sizes: KV heads may be dealt out unevenly, and the columns of the
+feed-forward network the other way round. `Communicator` wraps a process group. Neither knows layers or
+weights; `layers` is the only user of the collectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.nn import functional
+
+from workers.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A row of things cut into one run per rank: rank r holds `sizes[r]` of them, in rank order."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def of(self, rank: int) -> slice:
+        """What `rank` holds of the whole row."""
+        start = sum(self.sizes[:rank])
+        return slice(start, start + self.sizes[rank])
+
+    def scaled(self, width: int) -> "Split":
+        """The same cut of a row in which each thing is `width` wide."""
+        return Split(tuple(size * width for size in self.sizes))
+
+    @classmethod
+    def deal(cls, total: int, shares: Sequence[float], unit: int) -> Self:
+        """Cut `total` near to the positive `shares`, at multiples of `unit`, nobody left empty.
+
+        Raises ValueError when there are fewer units than shares.
+        """
+        blocks = -(-total // unit)
+        if blocks < len(shares):
+            raise ValueError(f"{total} in units of {unit} cannot be dealt to {len(shares)} ranks")
+        ideal = [blocks * share / sum(shares) for share in shares]
+        counts = [max(1, int(part)) for part in ideal]
+        while sum(counts) != blocks:
+            step = 1 if sum(counts) < blocks else -1
+            open_ranks = [rank for rank, count in enumerate(counts) if count + step >= 1]
+            counts[max(open_ranks, key=lambda rank: (step * (ideal[rank] - counts[rank]), rank))] += step
+        sizes = [count * unit for count in counts]
+        sizes[-1] -= blocks * unit - total
+        return cls(tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """How a model lies on the ranks of a group.
+
+    `exact`: every linear is cut by output columns and activations are gathered, so a sum is never split and
+    the bits are those of one rank. Otherwise the second linear of each pair is cut by input and its outputs
+    are summed.
+    """
+
+    exact: bool
+    kv_heads: Split
+    ffn: Split
+    """Columns of the feed-forward middle."""
+    hidden: Split
+    """Output columns of the attention and feed-forward outputs; only used when exact."""
+    vocab: Split
+    """Rows of the embedding and of the output projection, cut at multiples of `vocab_block`."""
+    vocab_block: int
+
+    @property
+    def size(self) -> int:
+        return len(self.kv_heads.sizes)
+
+    @classmethod
+    def build(cls, config: ModelConfig, size: int, *, exact: bool) -> Self:
+        """Raises ValueError naming the sizes that are possible."""
+        block = vocab_block(config.vocab_size)
+        limits = (config.num_kv_heads, config.intermediate_size, config.vocab_size // block)
+        if not 1 <= size <= min(limits):
+            raise ValueError(
+                f"tp = {size} is not possible: the model has {config.num_kv_heads} KV heads, "
+                f"so tp must be from 1 to {min(limits)}"
+            )
+        kv_heads = _deal_heads(config.num_kv_heads, size)
+        even = [1.0] * size
+        return cls(
+            exact=exact,
+            kv_heads=kv_heads,
+            ffn=Split.deal(
+                config.intermediate_size,
+                _ffn_shares(config, kv_heads, exact),
+                _unit(config.intermediate_size, size),
+            ),
+            hidden=Split.deal(config.hidden_size, even, _unit(config.hidden_size, size)),
+            vocab=Split.deal(config.vocab_size, even, block),
+            vocab_block=block,
+        )
+
+
+def vocab_block(vocab_size: int) -> int:
+    """Tokens per block at whose borders a vocabulary may be cut; the same for every group size."""
+    return max(
+        block for block in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if block * 64 <= max(vocab_size, 64)
+    )
+
+
+def _deal_heads(heads: int, size: int) -> Split:
+    return Split(tuple(heads // size + (rank < heads % size) for rank in range(size)))
+
+
+def _unit(total: int, size: int) -> int:
+    """Columns are cut at multiples of 64 (whole vector registers), or of less in tiny models."""
+    return max(unit for unit in (1, 2, 4, 8, 16, 32, 64) if unit == 1 or total // unit >= size)
+
+
+def _ffn_shares(config: ModelConfig, kv_heads: Split, exact: bool) -> list[float]:
+    """Feed-forward columns per rank so that heads and columns together weigh the same everywhere.
+
+    Weights are counted, as they are what a step reads. Of what is cut with the heads or with the columns:
+    q, k, v and o per KV head, gate, up and down per column; o and down are cut evenly when exact.
+    """
+    per_column = 2 if exact else 3
+    per_head = (config.group_size + 2 if exact else 2 * config.group_size + 2) * config.head_dim
+    whole = per_head * config.num_kv_heads + per_column * config.intermediate_size
+    fair = whole / len(kv_heads.sizes)
+    return [max(fair - per_head * heads, 1.0) / per_column for heads in kv_heads.sizes]
+
+
+class Communicator:
+    """Collectives of one rank over an initialised process group; without a group, the only rank of its own.
+
+    Every rank must make the same calls in the same order. A rank lost or silent raises RuntimeError after the
+    timeout of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `x`, in place; the same bits on every rank."""
+        if self.group is not None:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather_columns(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Every rank's [T, widths[rank]] side by side: [T, sum(widths)]."""
+        if self.group is None:
+            return x
+        # Gathers of unequal sizes are not offered by every backend: all send the widest.
+        widest = max(widths)
+        padded = functional.pad(x, (0, widest - x.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in widths]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def close(self) -> None:
+        """Leave the group. The ranks need not do so together."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+
+def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> TCPStore:
+    """The meeting point of a group. Its host (rank 0) may bind port 0 and then announce `store.port`."""
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
+
+
+def init_communicator(
+    rank: int, size: int, store: Store | None, *, backend: str, timeout_s: float
+) -> Communicator:
+    """Join the group of `size` ranks that meet in `store`; a group of one needs neither store nor backend.
+
+    `timeout_s` bounds the wait for the others here and in every later collective.
+    """
+    if size == 1:
+        return Communicator()
+    if store is None:
+        raise ValueError(f"a group of {size} ranks needs a store to meet in")
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return Communicator(dist.group.WORLD)
