@@ -34,6 +34,15 @@ class ChoiceDelta:
     stop_reason: int | str | None = None
     error: str | None = None
 
+    def extend(self, later: "ChoiceDelta") -> None:
+        """Fold the next delta of the same choice into this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs += later.logprobs
+        self.completion_tokens = later.completion_tokens
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+
 
 @dataclass(slots=True)
 class Usage:
@@ -56,3 +65,23 @@ class ParentResult:
 
     choices: list[ChoiceDelta]
     usage: Usage
+
+
+class AggregationError(Exception):
+    """A parent cannot be served as asked; the message names it."""
+
+
+class DuplicateParentError(AggregationError):
+    """A parent of this id is open already."""
+
+
+class UnknownParentError(AggregationError):
+    """No parent of this id is open: never opened, or closed or read to its end before."""
+
+
+class ParentClosedError(AggregationError):
+    """The parent was closed while it was being read."""
+
+
+class IncompleteReplyError(AggregationError):
+    """The choices of a parent are not exactly 0..n-1, each once and finished; the message says which."""

@@ -76,7 +76,8 @@ def wait_for_room(config: ClusterConfig, device: str, say: Callable[[str], None]
         what = "; ".join(lacking)
         if time.monotonic() >= deadline:
             raise PlacementError(
-                f"cannot place {config.groups} group(s) of {config.tp} rank(s) after {config.start_timeout_s:g} s: {what}"
+                f"cannot place {config.groups} group(s) of {config.tp} rank(s) "
+                f"after {config.start_timeout_s:g} s: {what}"
             )
         if not told:
             say(f"waiting for resources: {what}")

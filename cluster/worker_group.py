@@ -1,4 +1,4 @@
-"""One tensor-parallel group as one Serve replica: the replica's process is rank 0, the other ranks are its child actors.
+"""One tensor-parallel group as one Serve replica: its process is rank 0, the other ranks are its child actors.
 
 The replica dies as a unit with its ranks and lives in one placement group with them. It takes families (hop 1), and
 pushes their deltas to the aggregator the family names (hop 2). It knows neither HTTP nor text.
@@ -56,7 +56,6 @@ class WorkerGroup:
             failed=self._die,
         )
         self._about = {
-            "group": self.group,
             "max_model_len": engine.max_model_len,
             "vocab_size": engine.vocab_size,
             "exact": runner.device.type == "cpu",
@@ -105,7 +104,7 @@ class WorkerGroup:
     async def stats(self) -> dict[str, Any]:
         """What this group is and does; goes through the step loop, so a stuck group does not answer."""
         numbers = await asyncio.wrap_future(self._driver.call(Engine.stats))
-        return {**self._about, **numbers}
+        return {"group": self.group, "about": self._about, **numbers}
 
     async def rank_stats(self, group: str) -> list[dict[str, int]]:
         """What the other ranks hold."""

@@ -82,7 +82,7 @@ async def _await_model(groups: Any, name: str, folder: str) -> ModelInfo:
     """What the groups serve, once the first of them answers; Serve bounds the wait for its replicas."""
     while True:
         try:
-            about = (await groups.broadcast("stats"))[0]
+            about = (await groups.broadcast("stats").results_async())[0]["about"]
             break
         except DeploymentUnavailableError:
             await asyncio.sleep(READY_POLL_S)

@@ -1,4 +1,4 @@
-"""The router's Engine over Ray: places families, sends them to groups (hop 1), reads parents from the aggregator (hop 3).
+"""The router's Engine over Ray: places families, sends them to groups (hop 1), reads the aggregator (hop 3).
 
 Lives in the router's process with the dispatcher. Opening a parent and submitting its families is one unit: whatever
 happens in between or afterwards, `_close` frees the parent on aggregator, groups and dispatcher.
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from aggregation.parent_request import ParentRequest
 from aggregation.results import ChoiceDelta, ParentResult, ParentUpdate
@@ -67,20 +68,19 @@ class RayEngine:
             await self._aggregator.fail_group.remote(group, "the group that ran this child was lost")
 
     async def _ask_groups(self) -> list[dict[str, Any]]:
+        """The numbers of every group that answers."""
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                answers: list[dict[str, Any]] = await self._groups.broadcast("stats")
-                return answers
-        except Exception as error:  # Serve has several errors for "no replica"; each means nobody answered
+            call = self._groups.broadcast("stats")
+            answers = await call.results_async(timeout_s=CALL_TIMEOUT_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
             log.warning("no answer from the groups: %s", error)
             return []
+        return [answer for answer in answers if isinstance(answer, dict)]
 
     async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
         try:
             await self._start(parent, stream=True)
-            async for ref in self._aggregator.updates.options(num_returns="streaming").remote(
-                parent.parent_id
-            ):
+            async for ref in self._aggregator.updates.options(num_returns="streaming").remote(parent.parent_id):
                 update: ParentUpdate = await ref
                 self._count_finished(parent, update.deltas)
                 yield update
@@ -110,11 +110,8 @@ class RayEngine:
             by_group = self._place(parent)
         except NoGroupError as error:
             raise NoHealthyGroupError("no group is ready") from error
-        await self._aggregator.open.remote(parent, stream=stream)
-        placement = {
-            c.index: group for group, families in by_group.items() for f in families for c in f.children
-        }
-        await self._aggregator.place.remote(parent.parent_id, placement)
+        placement = {c.index: group for group, families in by_group.items() for f in families for c in f.children}
+        await self._aggregator.open.remote(parent, stream=stream, placement=placement)
         await asyncio.gather(*(self._submit(group, families) for group, families in by_group.items()))
 
     def _place(self, parent: ParentRequest) -> dict[str, list[FamilyRequest]]:

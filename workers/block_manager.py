@@ -75,7 +75,7 @@ class BlockManager:
             self._digest_of[block] = digest
 
     def match(self, token_ids: Sequence[int], max_blocks: int) -> tuple[list[int], list[bytes]]:
-        """Longest cached prefix of `token_ids` in full blocks, at most `max_blocks`: blocks and digests, not yet shared."""
+        """Longest cached prefix of `token_ids`, at most `max_blocks` full blocks: blocks and digests, not yet shared."""
         blocks: list[int] = []
         digests: list[bytes] = []
         size, digest = self.block_size, ROOT

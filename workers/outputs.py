@@ -52,7 +52,7 @@ class FamilyRequest:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one output position, from the raw logits: the drawn token's, and the k most probable ones."""
+    """Log-probabilities at one output position, from the raw logits: of the drawn token and the k most probable."""
 
     token_id: int
     logprob: float

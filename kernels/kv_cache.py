@@ -1,0 +1,110 @@
+"""The paged KV memory of one rank and the description of one attention step over it.
+
+Owns the block layout (keys transposed, so that scores vectorise over positions) and the copying of
+blocks. It knows neither sequences nor reference counts: a block is an integer. The model runner allocates
+one `KVCache`, and builds one `AttentionBatch` per step that every layer then uses.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.implementation import cpu_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of all layers of one rank, in blocks of `block_size` positions."""
+
+    k: Tensor
+    """[layers, blocks, KV heads, head_dim, block_size]"""
+    v: Tensor
+    """[layers, blocks, KV heads, block_size, head_dim]"""
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVCache":
+        """A zeroed cache; see `bytes_per_block` for its size."""
+        leading = (num_layers, num_blocks, num_kv_heads)
+        return cls(
+            torch.zeros(*leading, head_dim, block_size, dtype=dtype, device=device),
+            torch.zeros(*leading, block_size, head_dim, dtype=dtype, device=device),
+        )
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes that one block takes over all layers, keys and values together."""
+        return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[4]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def copy_blocks(self, pairs: Tensor) -> None:
+        """Copy blocks in every layer; `pairs` [C, 2] holds (source, destination) block ids.
+
+        No block may be both a source and a destination of one call.
+        """
+        source, destination = pairs.to(self.k.device, torch.int64).unbind(1)
+        for cache in (self.k, self.v):
+            cache.index_copy_(1, destination, cache.index_select(1, source))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Which rows of a step belong to which sequence, and where their keys lie.
+
+    Sequence s owns the rows query_starts[s]:query_starts[s + 1], its last tokens; row i has the absolute
+    position positions[i], writes its key and value to slots[i] = block id * block_size + offset, and attends
+    to the positions 0..positions[i] of its own sequence.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    positions: Tensor
+    slots: Tensor
+    plan: tuple[Tensor, ...]
+    """Work list of the C++ kernel, (tiles, spans); empty where the reference runs."""
+
+    @classmethod
+    def build(
+        cls,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: KVCache,
+        share_prefix: bool = True,
+    ) -> "AttentionBatch":
+        """Describe one step: query_starts int32 [S + 1], context_lens int32 [S], block_tables int32 [S, B]
+        padded with 0, positions and slots int64 [T].
+
+        Adjacent sequences whose tables start with the same blocks are computed together over these;
+        `share_prefix` switches that off, for measurements, and changes no bit of any result.
+        """
+        native = cpu_kernels(kv.k.device)
+        plan: tuple[Tensor, ...] = ()
+        if native is not None:
+            plan = native.attention_plan(query_starts, block_tables, positions, kv.block_size, share_prefix)
+        return cls(query_starts, context_lens, block_tables, positions, slots, plan)

@@ -1,0 +1,101 @@
+"""The aggregator over a real Ray actor: the same answers, and nothing left behind."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from aggregation.results import ParentResult, Usage
+from workers.outputs import ChildRef, FinishReason
+
+pytestmark = pytest.mark.ray
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def actor(tokenizer_folder) -> Iterator[Any]:
+    from aggregation.actor import AggregatorActor
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    handle = AggregatorActor.options(num_cpus=0, max_concurrency=100).remote(str(tokenizer_folder))
+    ray.get(handle.ping.remote())
+    yield handle
+    ray.shutdown()
+
+
+def alive(actor: Any) -> tuple[int, int]:
+    counters = ray.get(actor.counters.remote())
+    return counters["parents_alive"], counters["children_alive"]
+
+
+def test_a_stream_over_the_wire(actor, tokenizer, make_parent, make_step):
+    ids = tokenizer.encode("the 😀 end").ids
+
+    async def run():
+        await actor.open.remote(make_parent(2), stream=True)
+        await actor.place.remote("p", {0: "g", 1: "g"})
+        updates = actor.updates.remote("p")
+        for position, token in enumerate(ids):
+            last = position == len(ids) - 1
+            finish = dict.fromkeys(range(2), FinishReason.LENGTH) if last else {}
+            assert await actor.push.remote(make_step({0: [token], 1: [token]}, finish)) == []
+        return [await ref async for ref in updates]
+
+    updates = asyncio.run(run())
+    for index in range(2):
+        deltas = [delta for update in updates for delta in update.deltas if delta.index == index]
+        assert "".join(delta.text for delta in deltas) == "the 😀 end"
+        assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["length"]
+    assert updates[-1].usage == Usage(3, 2 * len(ids), 0)
+    assert alive(actor) == (0, 0)
+
+
+def test_a_slow_reader_gets_few_folded_updates_with_everything_in_them(actor, tokenizer, make_parent, make_step):
+    a = tokenizer.token_to_id("a")
+
+    async def run():
+        await actor.open.remote(make_parent(1), stream=True)
+        updates = actor.updates.remote("p")
+        for _ in range(100):
+            await actor.push.remote(make_step({0: [a]}))
+        await actor.push.remote(make_step({0: [a]}, {0: FinishReason.LENGTH}))
+        return [await ref async for ref in updates]
+
+    updates = asyncio.run(run())
+    assert "".join(delta.text for update in updates for delta in update.deltas) == "a" * 101
+    assert len(updates) <= 5
+
+
+def test_a_result_over_the_wire(actor, tokenizer, make_parent, make_step):
+    a = tokenizer.token_to_id("a")
+    ray.get(actor.open.remote(make_parent(2, stop=("aa",)), stream=False, placement={0: "g", 1: "h"}))
+    waiting = actor.result.remote("p")
+    assert ray.get(actor.push.remote(make_step({0: [a, a]}))) == [ChildRef("p", 0)]
+    assert ray.get(actor.fail_group.remote("h", "h was lost")) == [ChildRef("p", 1)]
+    result: ParentResult = ray.get(waiting)
+    assert [(c.text, c.finish_reason, c.error) for c in result.choices] == [
+        ("", "stop", None),
+        ("", "error", "h was lost"),
+    ]
+    assert alive(actor) == (0, 0)
+
+
+def test_c5_a_reader_that_goes_away_leaves_nothing_after_close(actor, make_parent, make_step):
+    async def run():
+        await actor.open.remote(make_parent(2), stream=True, placement={0: "g", 1: "g"})
+        updates = actor.updates.remote("p")
+        await actor.push.remote(make_step({0: [70]}))
+        await (await anext(updates))
+        del updates
+        return await actor.close.remote("p")
+
+    assert asyncio.run(run()) == [("g", ChildRef("p", 0)), ("g", ChildRef("p", 1))]
+    assert alive(actor) == (0, 0)
+
+
+def test_errors_keep_their_type_over_the_wire(actor):
+    from aggregation.results import UnknownParentError
+
+    with pytest.raises(UnknownParentError, match="'gone'"):
+        ray.get(actor.place.remote("gone", {0: "g"}))

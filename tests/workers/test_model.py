@@ -1,0 +1,80 @@
+"""The heart: logits and greedy tokens equal transformers' for every architecture, at every group size."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.dense import Job, Result, run_job, run_jobs
+from tests.ranks import run_ranks
+from tests.tiny_models import MODELS
+from workers.tensor_parallel import Communicator
+
+STEPS = 64
+NAMES = list(MODELS)
+
+
+def _job(folder: Path, *, exact: bool = True, dtype: torch.dtype = torch.float32, vocab: int = 323) -> Job:
+    # Longer than the original context of the scaled RoPEs, and no multiple of the chunk or of a block.
+    prompt = tuple(random.Random(folder.name).choices(range(vocab), k=101))
+    return Job(folder=str(folder), dtype=dtype, exact=exact, prompt=prompt, chunk=37, steps=STEPS)
+
+
+@pytest.fixture(scope="session")
+def alone(tiny_checkpoint):
+    """Results of one rank, by model name."""
+    return {name: run_job(Communicator(), _job(tiny_checkpoint(name))) for name in NAMES}
+
+
+@pytest.fixture(scope="session", params=[2, 3])
+def group(request, tiny_checkpoint, tmp_path_factory):
+    """Results [rank] of a group of two and of three, by (model name, exact)."""
+    keys = [(name, exact) for name in NAMES for exact in (True, False)]
+    jobs = [_job(tiny_checkpoint(name), exact=exact) for name, exact in keys]
+    ranks = run_ranks(run_jobs, request.param, jobs, folder=tmp_path_factory.mktemp("group"))
+    return {key: [results[index] for results in ranks] for index, key in enumerate(keys)}
+
+
+def _transformers(folder: Path, result: Result, prompt: tuple[int, ...]) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model(torch.tensor([prompt + result.tokens[:-1]])).logits[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens_equal_transformers(name, alone, tiny_checkpoint):
+    folder, result = tiny_checkpoint(name), alone[name]
+    job = _job(folder)
+    expected = _transformers(folder, result, job.prompt)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(result.logits, expected, atol=1e-4, rtol=1e-4)
+    assert result.tokens == tuple(expected[len(job.prompt) - 1 :].argmax(-1).tolist())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_c2_an_exact_group_gives_the_bits_of_one_rank(name, alone, group):
+    for result in group[name, True]:
+        assert torch.equal(result.logits, alone[name].logits)
+        assert result.tokens == alone[name].tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_parallel_group_gives_the_logits_of_one_rank(name, alone, group):
+    for result in group[name, False]:
+        torch.testing.assert_close(result.logits, alone[name].logits, atol=1e-3, rtol=1e-3)
+        assert result.tokens == alone[name].tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_of_a_row_parallel_group_sees_the_same_bits(name, group):
+    first, *others = group[name, False]
+    assert all(torch.equal(first.logits, other.logits) for other in others)
+
+
+def test_chunks_of_the_prompt_change_no_bit(tiny_checkpoint, alone):
+    job = _job(tiny_checkpoint("qwen3"))
+    whole = dataclasses.replace(job, chunk=len(job.prompt), steps=4)
+    assert torch.equal(run_job(Communicator(), whole).logits, alone["qwen3"].logits[: len(job.prompt) + 4])
