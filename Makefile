@@ -39,7 +39,7 @@ test-fast: install ## the tests that need no Ray
 	$(BIN)/python -m pytest -m "not gpu and not slow and not ray"
 
 test-slow: install ## the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu" || [ $$? -eq 5 ]  # 5: no test is marked so
 
 test-gpu: install ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -17,9 +17,7 @@ class ClusterConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str | None = Field(
-        None, description="Hugging Face folder or GGUF file; default: the embedded model"
-    )
+    model: str | None = Field(None, description="Hugging Face folder or GGUF file; default: the embedded model")
     served_name: str | None = Field(None, description="Model name clients use; default: the folder's name")
     groups: int = Field(1, ge=1, description="Tensor-parallel groups: copies of the model")
     tp: int = Field(1, ge=1, description="Ranks per group; need not divide the heads")
@@ -27,25 +25,17 @@ class ClusterConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     address: str | None = Field(None, description="Ray cluster to join; default: start one here")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Weights and KV data type"
-    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Weights and KV data type")
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and completion together")
     max_running: int = Field(128, ge=1, description="Most child sequences computed at once in a group")
-    max_step_tokens: int = Field(
-        512, ge=1, description="Token budget of one step; longer prompts go in chunks"
-    )
+    max_step_tokens: int = Field(512, ge=1, description="Token budget of one step; longer prompts go in chunks")
     kv_memory_gib: float = Field(1.0, gt=0, description="KV memory per rank in GiB")
     kv_blocks: int | None = Field(None, ge=2, description="KV blocks per group, instead of kv_memory_gib")
     block_size: Literal[16, 32, 64, 128] = Field(32, description="Tokens per KV block")
     prefix_cache: bool = Field(True, description="Reuse KV blocks across parents")
-    exact_tp: bool | None = Field(
-        None, description="Same bits at every TP size; default: on CPU yes, on CUDA no"
-    )
+    exact_tp: bool | None = Field(None, description="Same bits at every TP size; default: on CPU yes, on CUDA no")
     max_n: int = Field(128, ge=1, description="Largest n of one request")
-    max_children: int = Field(
-        4096, ge=1, description="Children admitted at once over the app; more get a 429"
-    )
+    max_children: int = Field(4096, ge=1, description="Children admitted at once over the app; more get a 429")
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: the cores shared out")
     start_timeout_s: float = Field(30.0, gt=0, description="Longest wait for the cluster to place a group")
     collective_timeout_s: float = Field(60.0, gt=0, description="A rank silent for so long is taken for lost")

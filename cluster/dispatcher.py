@@ -6,6 +6,8 @@ is taken back child by child as they finish, or all at once when the parent is c
 
 from dataclasses import dataclass
 
+MISSED_ROUNDS = 3
+
 
 class NoGroupError(Exception):
     """No group is alive."""
@@ -15,6 +17,8 @@ class NoGroupError(Exception):
 class _Group:
     children: int = 0
     tokens: int = 0
+    missed: int = 0
+    """Rounds in a row in which the group did not answer."""
 
     def load(self, tokens_per_child: int) -> float:
         """Children at work, and tokens yet to be computed on the scale of a child."""
@@ -33,13 +37,18 @@ class Dispatcher:
     def groups(self) -> list[str]:
         return list(self._groups)
 
-    def update_groups(self, alive: set[str]) -> set[str]:
-        """Take the list of living groups; returns those that are gone since the last time."""
-        gone = self._groups.keys() - alive
-        for group in gone:
-            self.drop_group(group)
-        for group in sorted(alive - self._groups.keys()):
+    def update_groups(self, answered: set[str]) -> set[str]:
+        """Take the groups that answered a round of questions; returns those now given up as gone.
+
+        One missed round is not the end of a group, MISSED_ROUNDS in a row are.
+        """
+        for group in sorted(answered - self._groups.keys()):
             self._groups[group] = _Group()
+        for name, state in self._groups.items():
+            state.missed = 0 if name in answered else state.missed + 1
+        gone = {name for name, state in self._groups.items() if state.missed >= MISSED_ROUNDS}
+        for name in gone:
+            self.drop_group(name)
         return gone
 
     def drop_group(self, group: str) -> None:

@@ -34,6 +34,8 @@ class EngineDriver:
         failed: Callable[[], None],
     ) -> None:
         self.failure: str | None = None
+        self.stats = engine.stats()
+        """Numbers as of the last step or call: never later than the deltas it shipped."""
         self._failed = failed
         self._group = group
         self._engine = engine
@@ -99,7 +101,12 @@ class EngineDriver:
     def _run(self) -> None:
         try:
             while self._take_calls():
-                self._ship(self._engine.step()) if self._engine.has_work else self._idle()
+                if self._engine.has_work:
+                    outputs = self._engine.step()
+                    self.stats = self._engine.stats()
+                    self._ship(outputs)
+                else:
+                    self._idle()
         except Exception as error:
             log.exception("the group cannot go on")
             self.failure = f"the group failed: {type(error).__name__}"
@@ -116,6 +123,8 @@ class EngineDriver:
             self._calls.clear()
         for run in calls:
             run()
+        if calls:
+            self.stats = self._engine.stats()
         return not self._stopping
 
     def _ship(self, outputs: Outputs) -> None:

@@ -3,11 +3,14 @@
 Called by the CLI and by tests. What is started here is stopped here; a Ray cluster that was joined is left running.
 """
 
+import io
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,12 +18,12 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ApplicationStatus, LoggingConfig
-from workers.checkpoint import resolve
 
 from cluster.config import ClusterConfig
-from cluster.placement import PlacementError, bundles, group_options, wait_for_room
+from cluster.placement import PlacementError, group_options, wait_for_room
 from cluster.worker_group import WorkerGroup
 from router.ingress import Ingress, router_options
+from workers.checkpoint import resolve, tokenizer_folder
 from workers.model_runner import resolve_device
 
 APP = "choral"
@@ -82,7 +85,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     try:
         wait_for_room(config, device, say)
         name = config.served_name or folder.name
-        _deploy(config, port, str(folder), name, device)
+        _deploy(config, port, folder, name, device)
         _wait_until_running(say)
     except BaseException as error:
         _stop(config.address is None)
@@ -109,23 +112,23 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         if device == "cpu" and ranks > cores:
             say(f"{ranks} ranks share {cores} cores")
         options = {"address": "local", "num_cpus": max(cores, ranks), "include_dashboard": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
+        ray.init(log_to_driver=False, configure_logging=False, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 
 
-def _deploy(config: ClusterConfig, port: int, folder: str, name: str, device: str) -> None:
+def _deploy(config: ClusterConfig, port: int, folder: Path, name: str, device: str) -> None:
     logs = LoggingConfig(enable_access_log=False)
     serve.start(http_options=HTTPOptions(host=config.host, port=port), logging_config=logs)
-    engine = config.engine(folder)
-    options = {
-        field: getattr(engine, field) for field in engine.__dataclass_fields__ if field != "model_folder"
-    }
+    engine = config.engine(str(folder))
+    options = {field: getattr(engine, field) for field in engine.__dataclass_fields__ if field != "model_folder"}
     groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     router = serve.deployment(Ingress).options(**router_options())
     bound = groups.bind(config.model, options, _threads(config, device))
-    app = router.bind(config, folder, name, bound)
+    app = router.bind(config, str(tokenizer_folder(folder)), name, bound)
     targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
@@ -164,8 +167,10 @@ def _failure() -> str:
 
 
 def _stop(owns_ray: bool) -> None:
-    serve.shutdown()
-    ray.shutdown()
-
-
-__all__ = ["RunningCluster", "StartError", "bundles", "start"]
+    """Ray prints, of all places to stdout, that the actors it is told to end have ended; nobody needs that."""
+    with redirect_stdout(io.StringIO()):
+        if owns_ray:
+            serve.shutdown()
+        else:
+            serve.delete(APP, _blocking=True)
+        ray.shutdown()

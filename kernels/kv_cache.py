@@ -41,9 +41,7 @@ class KVCache:
         )
 
     @staticmethod
-    def bytes_per_block(
-        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
-    ) -> int:
+    def bytes_per_block(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> int:
         """Bytes that one block takes over all layers, keys and values together."""
         return 2 * num_layers * num_kv_heads * head_dim * block_size * dtype.itemsize
 

@@ -30,17 +30,13 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach()
         self._packed = _can_pack(weight)
-        self._weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._packed else weight
-        )
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if self._packed else weight
         self._tiled = weight.device.type == "cpu" and not self._packed
 
     @property
     def kind(self) -> str:
         """How the product is computed, for the log."""
-        return (
-            "packed oneDNN" if self._packed else f"padded tiles of {_TILE} rows" if self._tiled else "torch"
-        )
+        return "packed oneDNN" if self._packed else f"padded tiles of {_TILE} rows" if self._tiled else "torch"
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
@@ -56,9 +52,7 @@ class PackedLinear:
 
     def _multiply_tiled(self, x: Tensor) -> Tensor:
         padded = F.pad(x, (0, 0, 0, -len(x) % _TILE))
-        tiles = [
-            F.linear(tile, self._weight, self._bias) for tile in padded.view(-1, _TILE, self.in_features)
-        ]
+        tiles = [F.linear(tile, self._weight, self._bias) for tile in padded.view(-1, _TILE, self.in_features)]
         return torch.cat(tiles)[: len(x)] if len(x) else x.new_empty(0, self.out_features)
 
 

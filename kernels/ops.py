@@ -80,9 +80,7 @@ def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: 
     native = cpu_kernels(q.device)
     if native is None:
         return reference.attention(q, batch, kv, layer, scale, exact=q.device.type == "cpu")
-    output: Tensor = native.attention(
-        q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale
-    )
+    output: Tensor = native.attention(q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale)
     return output
 
 

@@ -58,9 +58,7 @@ def rope_and_cache(
     return _rotate(q, cos, sin)
 
 
-def attention(
-    q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: float, exact: bool = True
-) -> Tensor:
+def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: float, exact: bool = True) -> Tensor:
     """Attention by blocks. `exact` fixes the order of every sum; without it matrix products are used."""
     counts = batch.query_starts.diff().long()
     sequence = torch.repeat_interleave(torch.arange(len(counts), device=q.device), counts)

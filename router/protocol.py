@@ -38,6 +38,15 @@ def _must_be(what: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+def _unicode(text: str) -> str:
+    """JSON escapes can spell half a surrogate pair, which is no text and cannot be tokenised."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("unicode", "must be valid Unicode") from None
+    return text
+
+
 def _bias_values(bias: dict[str, Any]) -> dict[str, float]:
     for key, value in bias.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -52,16 +61,17 @@ def _distinct(samples: list[int]) -> list[int]:
     return samples
 
 
+Text = Annotated[str, AfterValidator(_unicode)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-Strings = Annotated[list[str], Field(fail_fast=True)]
+Strings = Annotated[list[Text], Field(fail_fast=True)]
 Prompt = Annotated[
-    str | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
-    _must_be("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+    Text | Strings | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+    _must_be("a string, a list of strings, a list of token ids or a list of lists of token ids, in valid Unicode"),
 ]
-NonEmpty = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[Text, Field(min_length=1)]
 Stop = Annotated[
     NonEmpty | Annotated[list[NonEmpty], Field(fail_fast=True)],
-    _must_be("a string or a list of strings, none of them empty"),
+    _must_be("a string or a list of strings, none of them empty, in valid Unicode"),
 ]
 Samples = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_SAMPLE_NUMBER)]],
@@ -89,7 +99,7 @@ class StreamOptions(Body):
 class GenerationRequest(Body):
     """What completions and chat completions share."""
 
-    model: str | None = None
+    model: Text | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     best_of: int | None = None
     samples: Samples | None = None
@@ -103,7 +113,7 @@ class GenerationRequest(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Text | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -180,16 +190,16 @@ class TextPart(Body):
     """The one kind of content part a text model takes."""
 
     type: Annotated[str, Field(pattern="^text$")]
-    text: str
+    text: Text
 
 
 class Message(Body):
     """One chat message. Unknown roles and further keys such as `name` are the chat template's business."""
 
-    role: str
+    role: Text
     content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)],
-        _must_be("a string or a list of parts of type text"),
+        Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)],
+        _must_be("a string or a list of parts of type text, in valid Unicode"),
     ]
 
     @model_validator(mode="after")
@@ -243,8 +253,8 @@ class ChatCompletionRequest(GenerationRequest, ChatFields):
 class TokenizeRequest(ChatFields):
     """Body of POST /tokenize: either a text or a chat."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: Messages = Field(default_factory=list)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -260,5 +270,5 @@ class TokenizeRequest(ChatFields):
 class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
-    model: str | None = None
+    model: Text | None = None
     tokens: TokenIds

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 """How often the groups are asked whether they live."""
-CALL_TIMEOUT_S = 30.0
+ANSWER_S = 10.0
+"""How long a group may take to answer a round of questions."""
+CALL_TIMEOUT_S = 60.0
 """A group that does not take or drop a family for so long counts as lost."""
 
 
@@ -63,15 +65,16 @@ class RayEngine:
 
     async def refresh(self) -> None:
         """Ask every group for its numbers; children on groups that are gone fail with an error of their own."""
-        self._stats = await self._ask_groups()
-        for group in self._dispatcher.update_groups({stats["group"] for stats in self._stats}):
+        answers = await self._ask_groups()
+        self._stats = answers or self._stats
+        for group in self._dispatcher.update_groups({stats["group"] for stats in answers}):
             await self._aggregator.fail_group.remote(group, "the group that ran this child was lost")
 
     async def _ask_groups(self) -> list[dict[str, Any]]:
         """The numbers of every group that answers."""
         try:
             call = self._groups.broadcast("stats")
-            answers = await call.results_async(timeout_s=CALL_TIMEOUT_S, return_exceptions=True)
+            answers = await call.results_async(timeout_s=ANSWER_S, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             log.warning("no answer from the groups: %s", error)
             return []
@@ -80,7 +83,7 @@ class RayEngine:
     async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
         try:
             await self._start(parent, stream=True)
-            async for ref in self._aggregator.updates.options(num_returns="streaming").remote(parent.parent_id):
+            async for ref in self._aggregator.updates.remote(parent.parent_id):
                 update: ParentUpdate = await ref
                 self._count_finished(parent, update.deltas)
                 yield update

@@ -27,11 +27,11 @@ from router.tokenizer import GenerationDefaults, Tokenizer
 
 T = TypeVar("T")
 
-_SSE_HEADERS = [
+_SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-]
+)
 
 
 class Format(Protocol):
@@ -70,7 +70,7 @@ async def send_events(send: Send, bodies: AsyncIterator[bytes]) -> None:
     async for body in bodies:
         try:
             if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+                await send({"type": "http.response.start", "status": 200, "headers": list(_SSE_HEADERS)})
                 started = True
             await send({"type": "http.response.body", "body": body, "more_body": True})
         except OSError as error:

@@ -79,9 +79,7 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
         "default": frozenset(),
         "linear": frozenset({"factor"}),
         "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
-        "llama3": frozenset(
-            {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-        ),
+        "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
         "yarn": frozenset(
             {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
             | {"mscale", "mscale_all_dim", "truncate"}

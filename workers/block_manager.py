@@ -75,7 +75,7 @@ class BlockManager:
             self._digest_of[block] = digest
 
     def match(self, token_ids: Sequence[int], max_blocks: int) -> tuple[list[int], list[bytes]]:
-        """Longest cached prefix of `token_ids`, at most `max_blocks` full blocks: blocks and digests, not yet shared."""
+        """Longest cached prefix of `token_ids`, at most `max_blocks` blocks: blocks and digests, not yet shared."""
         blocks: list[int] = []
         digests: list[bytes] = []
         size, digest = self.block_size, ROOT
@@ -98,9 +98,5 @@ class BlockManager:
             for block in table:
                 expected[block] += 1
         assert expected == self._references, "reference counts do not match the block tables"
-        assert {block for block, count in enumerate(expected) if count == 0} == set(self._free), (
-            "free list is wrong"
-        )
-        assert all(self._digest_of[block] == digest for digest, block in self._block_of.items()), (
-            "cache maps disagree"
-        )
+        assert {block for block, count in enumerate(expected) if count == 0} == set(self._free), "free list is wrong"
+        assert all(self._digest_of[block] == digest for digest, block in self._block_of.items()), "cache maps disagree"

@@ -1,9 +1,8 @@
-"""From what a user names to a folder of safetensors: folders as they are, GGUF files converted once, the embedded
-model fetched once.
+"""From what a user names to a folder of safetensors: a folder, a GGUF file, or nothing (the embedded model).
 
-Owns the cache folder ($CHORAL_HOME, else ~/.cache/choral). Whatever is made there appears whole or not at all, and
-is made once however many processes ask. transformers is only used in a child process, so that its size, settings
-and output stay out of the server. Called at start-up, before any group exists.
+Owns the cache folder ($CHORAL_HOME, else ~/.cache/choral). What is made there appears whole or not at all, and
+is made once however many processes ask. transformers is only used in a child process, so that its size,
+settings and output stay out of the server. Called at start-up, before any group exists.
 """
 
 import fcntl
@@ -148,10 +147,10 @@ def refuse_lossy(gguf_file: Path) -> None:
 
 def convert_model(gguf_file: Path, folder: Path) -> None:
     """Write the dequantised bfloat16 model and the tokenizer of a GGUF file into `folder`."""
+    refuse_lossy(gguf_file)
     import torch
     import transformers
 
-    refuse_lossy(gguf_file)
     transformers.logging.disable_progress_bar()
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         gguf_file.parent,

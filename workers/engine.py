@@ -47,9 +47,7 @@ class Engine:
         self._block_size = config.block_size
         self._sampler = Sampler(self._eos_ids, runner.device)
         self.blocks = BlockManager(runner.kv.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
-        self.scheduler = Scheduler(
-            self.blocks, max_running=config.max_running, max_step_tokens=config.max_step_tokens
-        )
+        self.scheduler = Scheduler(self.blocks, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -129,9 +127,7 @@ class Engine:
         self.scheduler.counters.generation_tokens += 1
         if child.finish_reason is not None:
             self.scheduler.finish(child)
-        return ChildDelta(
-            child.index, [token], None if logprobs is None else [logprobs], child.finish_reason, stop_id
-        )
+        return ChildDelta(child.index, [token], None if logprobs is None else [logprobs], child.finish_reason, stop_id)
 
     def fail_all(self, message: str) -> Outputs:
         """End every child with an error delta; for a group that cannot go on."""

@@ -21,9 +21,7 @@ ALL = slice(None)
 class WeightReader(Protocol):
     """A checkpoint."""
 
-    def read(
-        self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
-    ) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         """Part of tensor `name`; `shape` is what the whole must have. ValueError names the tensor."""
 
 
@@ -86,9 +84,7 @@ class OutputHead:
 class LayerBuilder:
     """Makes the layers of one rank: reads its part of each weight and joins what is computed together."""
 
-    def __init__(
-        self, weights: WeightReader, config: ModelConfig, plan: ShardPlan, comm: Communicator
-    ) -> None:
+    def __init__(self, weights: WeightReader, config: ModelConfig, plan: ShardPlan, comm: Communicator) -> None:
         if plan.size != comm.size:
             raise ValueError(f"the plan is for {plan.size} ranks, the group has {comm.size}")
         self.weights, self.config, self.plan, self.comm = weights, config, plan, comm
@@ -145,9 +141,7 @@ class LayerBuilder:
             weight, bias = self._by_output(name, self.plan.hidden, has_bias, inputs.total)
             return GatheredLinear(linear(weight, bias), inputs, self.plan.hidden, self.comm)
         hidden = self.config.hidden_size
-        weight = self.weights.read(
-            f"{name}.weight", (hidden, inputs.total), columns=inputs.of(self.comm.rank)
-        )
+        weight = self.weights.read(f"{name}.weight", (hidden, inputs.total), columns=inputs.of(self.comm.rank))
         bias = self.weights.read(f"{name}.bias", (hidden,)) if has_bias else None
         # The bias enters the sum over ranks once.
         return ReducedLinear(linear(weight, bias if self.comm.rank == 0 else None), self.comm)

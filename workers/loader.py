@@ -45,9 +45,7 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._owners
 
-    def read(
-        self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL
-    ) -> torch.Tensor:
+    def read(self, name: str, shape: tuple[int, ...], rows: slice = ALL, columns: slice = ALL) -> torch.Tensor:
         """Part of a tensor in the model's data type and on its device. ValueError names the tensor."""
         if name not in self._owners:
             raise ValueError(f"{self.folder}: tensor {name} is missing")
@@ -62,9 +60,7 @@ class Checkpoint:
 
     def unused(self) -> list[str]:
         """Tensors nobody read, but for precomputed rotary frequencies, which say nothing new."""
-        return sorted(
-            name for name in set(self._owners) - self._used if not name.endswith("rotary_emb.inv_freq")
-        )
+        return sorted(name for name in set(self._owners) - self._used if not name.endswith("rotary_emb.inv_freq"))
 
 
 def load_model(

@@ -91,9 +91,7 @@ class CausalLM:
     Positions reach up to `max_len` - 1.
     """
 
-    def __init__(
-        self, build: LayerBuilder, *, dtype: torch.dtype, device: torch.device, max_len: int
-    ) -> None:
+    def __init__(self, build: LayerBuilder, *, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
         config = build.config
         self.config, self.plan, self.comm = config, build.plan, build.comm
         self.dtype, self.device, self.max_len = dtype, device, max_len

@@ -143,8 +143,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_attention_heads ({self.num_heads}) is not a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
+                f"num_attention_heads ({self.num_heads}) is not a multiple of num_key_value_heads ({self.num_kv_heads})"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, not {self.head_dim}")
@@ -206,9 +205,7 @@ class ModelConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist: a model is a folder with config.json and safetensors"
-        )
+        raise FileNotFoundError(f"{path} does not exist: a model is a folder with config.json and safetensors")
     values = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -219,16 +216,12 @@ def _architecture(values: Mapping[str, Any], where: str) -> str:
     names = values.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         found = ", ".join(map(str, names)) or "none named"
-        raise ValueError(
-            f"{where}: architecture {found} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+        raise ValueError(f"{where}: architecture {found} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return str(names[0])
 
 
 def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
-    wrong = [
-        f"{key} = {values[key]!r}" for key, ok in NEUTRAL.items() if key in values and values[key] not in ok
-    ]
+    wrong = [f"{key} = {values[key]!r}" for key, ok in NEUTRAL.items() if key in values and values[key] not in ok]
     if wrong:
         raise ValueError(f"{where}: not supported: {'; '.join(wrong)}")
     kinds = set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"}

@@ -30,9 +30,7 @@ class ModelRunner:
         self.exact_tp = self.device.type == "cpu" if config.exact_tp is None else config.exact_tp
         limit = min(config.max_model_len or self.model_config.max_len, self.model_config.max_len)
         if config.max_model_len and config.max_model_len > self.model_config.max_len:
-            raise ValueError(
-                f"max_model_len {config.max_model_len} is above the model's {self.model_config.max_len}"
-            )
+            raise ValueError(f"max_model_len {config.max_model_len} is above the model's {self.model_config.max_len}")
         self.model = load_model(
             config.model_folder,
             dtype=self.dtype,
@@ -61,9 +59,7 @@ class ModelRunner:
             return config.kv_blocks
         model = self.model_config
         heads = -(-model.num_kv_heads // config.tp)
-        size = ops.KVCache.bytes_per_block(
-            model.num_layers, heads, model.head_dim, config.block_size, self.dtype
-        )
+        size = ops.KVCache.bytes_per_block(model.num_layers, heads, model.head_dim, config.block_size, self.dtype)
         return max(2, int(config.kv_memory_gib * 2**30) // size)
 
     @torch.inference_mode()
@@ -110,7 +106,5 @@ def _fitting_len(config: EngineConfig, limit: int, num_blocks: int) -> int:
     """Longest sequence a pool of `num_blocks` can always finish: a prompt's partly filled block is held twice."""
     fitting = (num_blocks - 1) * config.block_size
     if config.max_model_len is not None and config.max_model_len > fitting:
-        raise ValueError(
-            f"max_model_len {config.max_model_len} needs more KV blocks than the {num_blocks} there are"
-        )
+        raise ValueError(f"max_model_len {config.max_model_len} needs more KV blocks than the {num_blocks} there are")
     return min(limit, fitting)

@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(family.live) for family in self.families.values()) - len(self.running)
+        return sum(family.num_live for family in self.families.values()) - len(self.running)
 
     def schedule(self) -> Batch:
         """The next batch; blocks are allocated for it. Empty only when nothing is left to do.
@@ -99,9 +99,7 @@ class Scheduler:
             if child.status is Status.RUNNING:
                 self._continue(child, batch)
         for family in list(self.families.values()):
-            if not (
-                self._start_children(family, batch) if family.stem_resident else self._prefill(family, batch)
-            ):
+            if not (self._start_children(family, batch) if family.stem_resident else self._prefill(family, batch)):
                 break
         batch.chunks.sort(key=Chunk.order)
         for chunk in batch.chunks:
@@ -232,9 +230,10 @@ class Scheduler:
         if child.status is Status.RUNNING:
             self.running.remove(child)
         child.status = Status.FINISHED
+        child.family.num_live -= 1
         self.blocks.release(child.table.clear())
         family = child.family
-        if not family.live:
+        if family.num_live == 0:
             self.blocks.release(family.stem.clear())
             del self.families[family.request.parent_id, family.request.prompt_number]
 
@@ -250,6 +249,4 @@ class Scheduler:
         tables += [child.table.blocks for family in self.families.values() for child in family.children]
         self.blocks.check(tables)
         running = [c for family in self.families.values() for c in family.live if c.status is Status.RUNNING]
-        assert sorted(running, key=lambda c: c.priority) == self.running, (
-            "running list does not match the states"
-        )
+        assert sorted(running, key=lambda c: c.priority) == self.running, "running list does not match the states"

@@ -43,6 +43,7 @@ class Family:
         """Whether every child has its first token; from then on the stem is only a prefix to start from."""
         self.cached_tokens = 0
         self.children = [Sequence(self, spec) for spec in request.children]
+        self.num_live = len(self.children)
 
     @property
     def prompt_len(self) -> int:

@@ -108,9 +108,7 @@ class ShardPlan:
 
 def vocab_block(vocab_size: int) -> int:
     """Tokens per block at whose borders a vocabulary may be cut; the same for every group size."""
-    return max(
-        block for block in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if block * 64 <= max(vocab_size, 64)
-    )
+    return max(block for block in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if block * 64 <= max(vocab_size, 64))
 
 
 def _deal_heads(heads: int, size: int) -> Split:
@@ -177,9 +175,7 @@ def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> TCPS
     return TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
 
 
-def init_communicator(
-    rank: int, size: int, store: Store | None, *, backend: str, timeout_s: float
-) -> Communicator:
+def init_communicator(rank: int, size: int, store: Store | None, *, backend: str, timeout_s: float) -> Communicator:
     """Join the group of `size` ranks that meet in `store`; a group of one needs neither store nor backend.
 
     `timeout_s` bounds the wait for the others here and in every later collective.

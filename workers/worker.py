@@ -42,9 +42,7 @@ class RankWorker:
         )
         channel = PlanChannel(config.collective_timeout_s)
         runner = ModelRunner(config, comm)
-        self._loop = threading.Thread(
-            target=self._follow, args=(channel, runner, comm), name="ranks", daemon=True
-        )
+        self._loop = threading.Thread(target=self._follow, args=(channel, runner, comm), name="ranks", daemon=True)
         self._loop.start()
 
     def _follow(self, channel: PlanChannel, runner: ModelRunner, comm: Communicator) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.dispatcher import Dispatcher, NoGroupError
+from cluster.dispatcher import MISSED_ROUNDS, Dispatcher, NoGroupError
 
 
 def dispatcher(*groups: str) -> Dispatcher:
@@ -43,11 +43,18 @@ def test_finished_children_make_room():
 def test_a_lost_group_is_reported_once_and_its_load_forgotten():
     d = dispatcher("a", "b")
     d.place("p", [0, 1], 8)
-    assert d.update_groups({"b"}) == {"a"}
-    assert d.update_groups({"b"}) == set()
+    assert [d.update_groups({"b"}) for _ in range(MISSED_ROUNDS + 1)] == [*[set()] * (MISSED_ROUNDS - 1), {"a"}, set()]
     assert d.counters() == {"children_placed": 0, "tokens_placed": 0}
     d.finished("p", 0)
     assert d.place("q", [0], 8) == "b"
+
+
+def test_a_group_that_answers_again_was_never_lost():
+    d = dispatcher("a")
+    d.place("p", [0], 8)
+    for answered in (set(), set(), {"a"}, set(), set()):
+        assert d.update_groups(answered) == set()
+    assert d.counters()["children_placed"] == 1
 
 
 def test_load_stays_even_over_many_families():

@@ -49,10 +49,11 @@ def choices(reply: dict[str, Any]) -> list[Choice]:
     ]
 
 
-def streamed_choices(url: str, n: int, **body: Any) -> list[Choice]:
+def streamed_choices(url: str, n: int, num_choices: int | None = None, **body: Any) -> list[Choice]:
     """The same from a stream: deltas joined by index, one finish each and nothing after it."""
-    texts, tokens, logprobs = [""] * n, [()] * n, [()] * n
-    finishes: list[str | None] = [None] * n
+    count = num_choices or n
+    texts, tokens, logprobs = [""] * count, [()] * count, [()] * count
+    finishes: list[str | None] = [None] * count
     for event in stream(url, n=n, **body):
         for c in event["choices"]:
             index = c["index"]

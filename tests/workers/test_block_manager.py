@@ -66,11 +66,7 @@ def test_the_digest_depends_on_everything_before_the_block():
     assert content_digest(content_digest(ROOT, [1]), [2]) != content_digest(content_digest(ROOT, [3]), [2])
 
 
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["allocate", "share", "release", "commit"]), st.integers(0, 7)), max_size=60
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "release", "commit"]), st.integers(0, 7)), max_size=60))
 def test_counts_stay_exact_over_any_history(history: list[tuple[str, int]]):
     blocks = manager(6)
     tables: list[list[int]] = []

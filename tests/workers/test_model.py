@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from tests.dense import Job, Result, run_job, run_jobs
 from tests.ranks import run_ranks
@@ -17,10 +18,10 @@ STEPS = 64
 NAMES = list(MODELS)
 
 
-def _job(folder: Path, *, exact: bool = True, dtype: torch.dtype = torch.float32, vocab: int = 323) -> Job:
+def _job(folder: Path, *, exact: bool = True) -> Job:
     # Longer than the original context of the scaled RoPEs, and no multiple of the chunk or of a block.
-    prompt = tuple(random.Random(folder.name).choices(range(vocab), k=101))
-    return Job(folder=str(folder), dtype=dtype, exact=exact, prompt=prompt, chunk=37, steps=STEPS)
+    prompt = tuple(random.Random(folder.name).choices(range(323), k=101))
+    return Job(folder=str(folder), dtype=torch.float32, exact=exact, prompt=prompt, chunk=37, steps=STEPS)
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +73,34 @@ def test_a_row_parallel_group_gives_the_logits_of_one_rank(name, alone, group):
 def test_every_rank_of_a_row_parallel_group_sees_the_same_bits(name, group):
     first, *others = group[name, False]
     assert all(torch.equal(first.logits, other.logits) for other in others)
+
+
+@pytest.fixture(scope="session")
+def embedded_jobs(embedded_model) -> dict[torch.dtype, Job]:
+    text = "Here is a list of the planets of the solar system, each with one sentence about it:\n\n1. Mercury"
+    prompt = tuple(Tokenizer.from_file(str(embedded_model / "tokenizer.json")).encode(text).ids)
+    return {
+        dtype: Job(folder=str(embedded_model), dtype=dtype, exact=True, prompt=prompt, chunk=16, steps=12)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def test_the_embedded_model_gives_the_logits_of_transformers(embedded_model, embedded_jobs):
+    job = embedded_jobs[torch.float32]
+    result = run_job(Communicator(), job)
+    expected = _transformers(embedded_model, result, job.prompt)
+    torch.testing.assert_close(result.logits, expected, atol=2e-3, rtol=1e-3)
+    assert result.tokens == tuple(expected[len(job.prompt) - 1 :].argmax(-1).tolist())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_c2_the_embedded_model_in_bfloat16_has_the_same_bits_at_every_group_size(size, embedded_jobs, tmp_path):
+    job = embedded_jobs[torch.bfloat16]
+    alone = run_job(Communicator(), job)
+    assert len(set(alone.tokens)) > 3
+    for (result,) in run_ranks(run_jobs, size, [job], folder=tmp_path):
+        assert torch.equal(result.logits, alone.logits)
+        assert result.tokens == alone.tokens
 
 
 def test_chunks_of_the_prompt_change_no_bit(tiny_checkpoint, alone):

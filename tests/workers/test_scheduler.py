@@ -174,9 +174,7 @@ families = st.tuples(st.integers(1, 50), st.integers(1, 6), st.integers(1, 40), 
     st.booleans(),
     st.data(),
 )
-def test_any_mix_finishes_or_is_cancelled_and_leaves_nothing(
-    specs, num_blocks, max_running, budget, cache, data
-):
+def test_any_mix_finishes_or_is_cancelled_and_leaves_nothing(specs, num_blocks, max_running, budget, cache, data):
     s = scheduler(num_blocks, max_running=max_running, max_step_tokens=budget, cache=cache)
     for number, (prompt, n, max_tokens, alphabet) in enumerate(specs):
         tokens = [i % (alphabet + 1) for i in range(prompt)]

@@ -1,0 +1,63 @@
+"""Clusters of other shapes answer with the same bits as one group of one rank; what cannot be placed says why."""
+
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.state import list_actors
+
+from cluster.config import ClusterConfig
+from deploy.app import StartError, start
+from tests.system.conftest import Server, serve
+from tests.system.requests import choices, complete
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+REQUESTS = [{"n": 8, "logprobs": 2, "seed": seed, "top_p": top_p} for seed, top_p in ((1, 1.0), (2, 0.8), (3, 1.0))]
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server):
+    return [choices(complete(server.url, **request)) for request in REQUESTS]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--groups", "2"),
+        ("--tp", "2", "--no-prefix-cache", "--max-step-tokens", "7"),
+        ("--max-running", "3", "--kv-blocks", "9", "--max-model-len", "128"),
+    ],
+    ids=["two groups", "two ranks", "waves and preemption"],
+)
+def test_c2_another_run_of_another_shape_gives_the_same_bits(expected, options: tuple[str, ...]):
+    with serve(*options) as other:
+        assert [choices(complete(other.url, **request)) for request in REQUESTS] == expected
+        other.wait_until_idle(5)
+
+
+def test_a_family_of_64_in_waves_with_memory_for_five(embedded_model: Path):
+    with serve("--max-running", "8", "--kv-blocks", "12", "--max-model-len", "96") as other:
+        reply = complete(other.url, n=64, max_tokens=50, ignore_eos=True)
+        assert [c["index"] for c in reply["choices"]] == list(range(64))
+        assert reply["usage"]["completion_tokens"] == 64 * 50
+        assert other.wait_until_idle(5)["choral_preemptions_total"] > 0
+
+
+def test_a_group_that_cannot_be_placed_names_what_is_missing(embedded_model: Path):
+    started = time.monotonic()
+    with pytest.raises(StartError, match="GPU: 2 needed, 0 free"):
+        start(ClusterConfig(device="cuda", groups=2, port=0, start_timeout_s=3))
+    assert time.monotonic() - started < 60
+    assert not ray.is_initialized()
+
+
+def test_the_actors_of_a_cluster_are_the_ranks_the_aggregator_and_the_replicas(embedded_model: Path):
+    with start(ClusterConfig(tp=3, port=0)) as running:
+        assert len(complete(running.url, n=3)["choices"]) == 3
+        alive = [actor.class_name for actor in list_actors() if actor.state == "ALIVE"]
+    assert alive.count("RankWorker") == 2 and alive.count("AggregatorActor") == 1
+    assert sum(name.startswith("ServeReplica:choral:groups") for name in alive) == 1
+    assert sum(name.startswith("ServeReplica:choral:router") for name in alive) == 1
+    assert not ray.is_initialized()
