@@ -49,10 +49,15 @@ class EngineDriver:
         self._thread.start()
 
     def call(self, function: Callable[[Engine], T]) -> "Future[T]":
-        """Run `function` on the engine between two steps; after a failure of the group the future says so."""
+        """Run `function` on the engine between two steps; after a failure of the group the future says so.
+
+        A future that is cancelled before its turn is never run.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 if self.failure is not None:
                     raise RuntimeError(self.failure)

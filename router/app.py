@@ -28,6 +28,7 @@ from router.serving import Serving
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 404, 413, 429, 500, 503, "default")
 }
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def _version() -> str:
@@ -70,7 +71,7 @@ def _model_entry(model: ModelInfo) -> dict[str, Any]:
 
 
 def _generation_routes(serving: Serving) -> APIRouter:
-    routes = APIRouter(responses=_ERRORS, dependencies=[Depends(_json_only)])
+    routes = APIRouter(responses=_ERRORS | _STREAMED, dependencies=[Depends(_json_only)])
 
     @routes.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -124,11 +125,11 @@ def _model_routes(engine: Engine) -> APIRouter:
 def _operator_routes(serving: Serving) -> APIRouter:
     routes = APIRouter()
 
-    @routes.get("/health", responses={503: {"description": "No group of workers can serve"}})
+    @routes.get("/health", response_class=Response, responses={503: {"description": "No group of workers can serve"}})
     async def health() -> Response:
         return Response(status_code=200 if await serving.engine.healthy() else 503)
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         text = await serving.engine.metrics() + serving.admission.metrics()
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -5,6 +5,7 @@ happens in between or afterwards, `_close` frees the parent on aggregator, group
 """
 
 import asyncio
+import contextvars
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -41,6 +42,9 @@ class RayEngine:
         self._dispatcher = Dispatcher()
         self._stats: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        # Ray cancels the calls a cancelled request has made, as their parent stands in the context. Cleaning up must
+        # not be one of them: it runs in the context this object was made in.
+        self._context = contextvars.copy_context()
 
     @property
     def model(self) -> ModelInfo:
@@ -134,9 +138,9 @@ class RayEngine:
             raise NoHealthyGroupError("the group was lost before it took the request") from error
 
     def _close_later(self, parent: ParentRequest) -> None:
-        """Free everything of a parent in a task of its own, so that a cancelled request cannot interrupt it."""
+        """Free everything of a parent in a task of its own, out of reach of the request's cancellation."""
         self._dispatcher.release(parent.parent_id, range(parent.num_children))
-        task = asyncio.get_running_loop().create_task(self._close(parent))
+        task = asyncio.get_running_loop().create_task(self._close(parent), context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -48,7 +48,8 @@ ARCHITECTURES: Mapping[str, Traits] = MappingProxyType(
     }
 )
 
-# Keys that would change the mathematics, each with the values at which it does not.
+# Keys that would change the mathematics, each with the values at which it does not. What else a configuration may
+# hold is fixed by the architecture's name, or says nothing about the mathematics.
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "hidden_act": ("silu",),

@@ -68,6 +68,17 @@ def test_a_refused_family_fails_its_call_and_nothing_else(lab: Lab):
     driver.stop()
 
 
+def test_a_call_cancelled_before_its_turn_is_not_run(lab: Lab):
+    driver, sink = drive(lab.engine()), Sink(1)
+    gate = threading.Event()
+    driver.call(lambda engine: gate.wait(10))
+    cancelled = driver.submit([family("p", [1, 2], [0])], sink)
+    assert cancelled.cancel()
+    gate.set()
+    assert driver.call(lambda engine: engine.has_work).result(10) is False
+    driver.stop()
+
+
 def test_children_the_sink_wants_stopped_are_stopped(lab: Lab):
     driver, sink = drive(lab.engine()), Sink(99, stop=True)
     driver.submit([family("p", [1, 2, 3], range(3), max_tokens=200)], sink).result(10)
