@@ -21,6 +21,14 @@ HELP = {
     "prompt_tokens_cached_total": "prompt tokens found in the prefix cache",
     "generation_tokens_total": "tokens drawn, over all children",
     "recomputed_tokens_total": "output tokens computed again after a preemption",
+    "parents_finished_total": "parent requests that got their whole reply",
+    "children_finished_stop_total": "child sequences ended by end-of-sequence, a stop id or a stop string",
+    "children_finished_length_total": "child sequences ended by max_tokens",
+    "children_finished_abort_total": "child sequences cancelled",
+    "children_finished_error_total": "child sequences that failed",
+    "completion_tokens_total": "tokens of children as counted in usage",
+    "siblings_total": "children of finished parents that sampled more than one",
+    "siblings_distinct_total": "of those, how many had a text of their own",
     "preemptions_total": "children that gave their KV blocks back for a while",
 }
 

@@ -104,5 +104,7 @@ class AttentionBatch:
         native = cpu_kernels(kv.k.device)
         plan: tuple[Tensor, ...] = ()
         if native is not None:
-            plan = native.attention_plan(query_starts, block_tables, positions, kv.block_size, share_prefix)
+            plan = native.attention_plan(
+                query_starts, context_lens, block_tables, kv.block_size, kv.k.shape[2], share_prefix
+            )
         return cls(query_starts, context_lens, block_tables, positions, slots, plan)

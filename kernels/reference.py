@@ -60,15 +60,18 @@ def rope_and_cache(
 
 def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: float, exact: bool = True) -> Tensor:
     """Attention by blocks. `exact` fixes the order of every sum; without it matrix products are used."""
+    if len(q) == 0:
+        return q.flatten(1)
     counts = batch.query_starts.diff().long()
     sequence = torch.repeat_interleave(torch.arange(len(counts), device=q.device), counts)
     tables = batch.block_tables.long()
-    grouped = (q.float() * scale).view(len(q), kv.k.shape[2], -1, q.shape[2])
+    kv_heads = kv.k.shape[2]
+    grouped = (q.float() * scale).view(len(q), kv_heads, q.shape[1] // kv_heads, q.shape[2])
     parts = [
         _attend(grouped[rows], batch.positions[rows], tables[sequence[rows]], kv.k[layer], kv.v[layer], exact)
         for rows in torch.arange(len(q), device=q.device).split(_ROWS_AT_ONCE)  # type: ignore[no-untyped-call]
     ]
-    return torch.cat(parts).flatten(1).to(q.dtype) if parts else q.flatten(1)
+    return torch.cat(parts).flatten(1).to(q.dtype)
 
 
 def _attend(q: Tensor, positions: Tensor, tables: Tensor, k: Tensor, v: Tensor, exact: bool) -> Tensor:

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from aggregation.parent_request import ParentRequest
-from aggregation.results import ChoiceDelta, ParentResult, ParentUpdate
+from aggregation.results import AggregationError, ChoiceDelta, ParentResult, ParentUpdate
 from cluster.dispatcher import Dispatcher, NoGroupError
 from cluster.metrics import add_up, render
 from router.engine import GenerationError, ModelInfo, NoHealthyGroupError
@@ -92,7 +92,7 @@ class RayEngine:
                 self._count_finished(parent, update.deltas)
                 yield update
         except RayError as error:
-            raise GenerationError("the aggregator was lost") from error
+            raise _generation_error(error) from error
         finally:
             self._close_later(parent)
 
@@ -102,7 +102,7 @@ class RayEngine:
             result: ParentResult = await self._aggregator.result.remote(parent.parent_id)
             return result
         except RayError as error:
-            raise GenerationError(str(error.__cause__ or error)) from error
+            raise _generation_error(error) from error
         finally:
             self._close_later(parent)
 
@@ -154,3 +154,9 @@ class RayEngine:
                     await self._groups.abort.remote(group, children)
         except (RayError, TimeoutError) as error:
             log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)
+
+
+def _generation_error(error: RayError) -> GenerationError:
+    """What a client may read of an error: the aggregator's own words, nothing of Ray's."""
+    cause = error.__cause__
+    return GenerationError(str(cause) if isinstance(cause, AggregationError) else "the aggregator was lost")

@@ -1,0 +1,257 @@
+// Ragged paged attention with shared prefixes.
+//
+// A row is one query head of one token. For every block of its sequence, in ascending order, a row gets a partial
+// result (maximum, sum, weighted values) and merges it into its running one. That recipe is the same whatever rows
+// are computed beside it: rows of one tile only share the block that is loaded, so tiles, threads and shared prefixes
+// change the speed and no bit. Lanes of positions that a row does not see never enter its sums.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "attention.h"
+#include "vec.h"
+
+namespace choral {
+namespace {
+
+// c[r][n] = sum over k, in order, of a[r][k] * b[k][n], for R rows and NV vectors of columns.
+template <int R, int NV, typename B>
+inline void product_tile(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
+  Vec sums[R][NV] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec row[NV];
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) row[n] = load(b + k * ldb + n * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Vec factor = broadcast(a[r * lda + k]);
+#pragma GCC unroll 2
+      for (int n = 0; n < NV; ++n) sums[r][n] = fma(factor, row[n], sums[r][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int n = 0; n < NV; ++n) store(c + r * ldc + n * LANES, sums[r][n]);
+}
+
+template <int R, typename B>
+void product_rows(const float* a, int64_t lda, const B* b, int64_t columns, float* c, int64_t depth) {
+  int64_t n = 0;
+  for (; n + 2 * LANES <= columns; n += 2 * LANES) product_tile<R, 2>(a, lda, b + n, columns, c + n, columns, depth);
+  if (n < columns) product_tile<R, 1>(a, lda, b + n, columns, c + n, columns, depth);
+}
+
+// Rows of a are lda apart; b and c are dense with `columns`, a multiple of LANES.
+template <typename B>
+void product(const float* a, int64_t lda, int64_t rows, const B* b, int64_t columns, float* c, int64_t depth) {
+  for (; rows >= 8; rows -= 8, a += 8 * lda, c += 8 * columns) product_rows<8>(a, lda, b, columns, c, depth);
+  switch (rows) {
+    case 7: return product_rows<7>(a, lda, b, columns, c, depth);
+    case 6: return product_rows<6>(a, lda, b, columns, c, depth);
+    case 5: return product_rows<5>(a, lda, b, columns, c, depth);
+    case 4: return product_rows<4>(a, lda, b, columns, c, depth);
+    case 3: return product_rows<3>(a, lda, b, columns, c, depth);
+    case 2: return product_rows<2>(a, lda, b, columns, c, depth);
+    case 1: return product_rows<1>(a, lda, b, columns, c, depth);
+    default: return;
+  }
+}
+
+// Turns the scores of one row into weights e^(s - max) over its `valid` first positions, zero elsewhere.
+inline float softmax_row(float* scores, int64_t columns, int64_t valid, float* lane_sums) {
+  static const Ints ramp = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Vec best = broadcast(-INFINITE);
+  for (int64_t i = 0; i < columns; i += LANES) {
+    const Vec s = ramp < static_cast<int32_t>(valid - i) ? load(scores + i) : broadcast(-INFINITE);
+    store(scores + i, s);
+    best = larger(best, s);
+  }
+  const float maximum = max_lane(best);
+  Vec sums = {};
+  for (int64_t i = 0; i < columns; i += LANES) {
+    const Vec weight = exp(load(scores + i) - maximum);
+    store(scores + i, weight);
+    sums += weight;
+  }
+  store(lane_sums, sums);
+  return maximum;
+}
+
+// The rows of one tile for one KV head, and one block at a time in float32.
+template <typename T>
+class TileWorker {
+ public:
+  TileWorker(int64_t rows, int64_t dim, int64_t block)
+      : dim_(dim), wide_(padded(dim)), block_(block), columns_(padded(block)), maxima_(rows), block_maxima_(rows + LANES),
+        memory_(rows * (columns_ + 3 * wide_ + 2 * LANES) + dim * columns_ + block * wide_ + LANES, 0.0f) {
+    float* next = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) % sizeof(Vec)) / sizeof(float);
+    const auto take = [&next](int64_t size) { return std::exchange(next, next + padded(size)); };
+    keys_ = take(dim * columns_);
+    values_ = take(block * wide_);
+    queries_ = take(rows * dim);
+    weights_ = take(rows * columns_);
+    partial_ = take(rows * wide_);
+    output_ = take(rows * wide_);
+    lane_sums_ = take(rows * LANES);
+    totals_ = take(rows * LANES);
+  }
+
+  void start(int64_t rows) {
+    std::fill_n(maxima_.data(), rows, -INFINITE);
+    std::fill_n(output_, rows * wide_, 0.0f);
+    std::fill_n(totals_, rows * LANES, 0.0f);
+  }
+
+  void set_query(int64_t row, const T* query, float scale) {
+    for (int64_t d = 0; d < dim_; d += LANES) store(queries_ + row * dim_ + d, load(query + d, dim_ - d) * scale, dim_ - d);
+  }
+
+  // Makes a block current for `attend`. For few rows it is read where it lies, else converted once.
+  void use_block(const T* k, const T* v, int64_t rows) {
+    direct_ = rows <= 8 && wide_ == dim_ && columns_ == block_;
+    k_ = k, v_ = v;
+    if (direct_) return;
+    for (int64_t d = 0; d < dim_; ++d)
+      for (int64_t j = 0; j < block_; j += LANES) store(keys_ + d * columns_ + j, load(k + d * block_ + j, block_ - j));
+    for (int64_t j = 0; j < block_; ++j)
+      for (int64_t d = 0; d < dim_; d += LANES) store(values_ + j * wide_ + d, load(v + j * dim_ + d, dim_ - d));
+  }
+
+  // Adds the current block, of which the first `valid` positions count, to the rows [first, first + rows).
+  void attend(int64_t first, int64_t rows, int64_t valid) {
+    if (direct_) product(queries_ + first * dim_, dim_, rows, k_, columns_, weights_, dim_);
+    else product(queries_ + first * dim_, dim_, rows, keys_, columns_, weights_, dim_);
+    for (int64_t r = 0; r < rows; ++r)
+      block_maxima_[r] = softmax_row(weights_ + r * columns_, columns_, valid, lane_sums_ + r * LANES);
+    if (direct_) product(weights_, columns_, rows, v_, wide_, partial_, valid);
+    else product(weights_, columns_, rows, values_, wide_, partial_, valid);
+    for (int64_t r = 0; r < rows; r += LANES) merge(first + r, r, std::min<int64_t>(LANES, rows - r));
+  }
+
+  void finish(int64_t row, T* to) const {
+    const Vec total = broadcast(static_cast<float>(sum_lanes(load(totals_ + row * LANES))));
+    for (int64_t d = 0; d < dim_; d += LANES) store(to + d, load(output_ + row * wide_ + d) / total, dim_ - d);
+  }
+
+ private:
+  // Of two rescaling factors one is always exactly 1.
+  void merge(int64_t row, int64_t part, int64_t rows) {
+    const Vec before = load(maxima_.data() + row, rows), now = load(block_maxima_.data() + part, rows);
+    const Vec both = larger(before, now);
+    const Vec keep = exp(before - both), add = exp(now - both);
+    store(maxima_.data() + row, both, rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      blend(totals_ + (row + r) * LANES, lane_sums_ + (part + r) * LANES, LANES, keep[r], add[r]);
+      blend(output_ + (row + r) * wide_, partial_ + (part + r) * wide_, wide_, keep[r], add[r]);
+    }
+  }
+
+  static void blend(float* running, const float* fresh, int64_t size, float keep, float add) {
+    for (int64_t i = 0; i < size; i += LANES)
+      store(running + i, fma(load(running + i), broadcast(keep), load(fresh + i) * add));
+  }
+
+  int64_t dim_, wide_, block_, columns_;
+  const T *k_ = nullptr, *v_ = nullptr;
+  bool direct_ = false;
+  std::vector<float> maxima_, block_maxima_, memory_;
+  float *keys_, *values_, *queries_, *weights_, *partial_, *output_, *lane_sums_, *totals_;
+};
+
+template <typename T>
+struct Step {
+  const T *q, *k, *v;
+  T* out;
+  const int64_t* positions;
+  const int32_t* tables;
+  const Tile* tiles;
+  const Span* spans;
+  int64_t row_stride, head_stride, width, heads, kv_heads, group, dim, block;
+  float scale;
+
+  void run(int64_t tile_index, int64_t kv_head, TileWorker<T>& worker) const {
+    const Tile& tile = tiles[tile_index];
+    worker.start((tile.row_end - tile.row_begin) * group);
+    for (int64_t row = tile.row_begin; row < tile.row_end; ++row)
+      for (int64_t g = 0; g < group; ++g)
+        worker.set_query((row - tile.row_begin) * group + g,
+                         q + row * row_stride + (kv_head * group + g) * head_stride, scale);
+    for (int32_t s = tile.span_begin; s < tile.span_end; ++s) follow(spans[s], tile.row_begin, kv_head, worker);
+    for (int64_t row = tile.row_begin; row < tile.row_end; ++row)
+      for (int64_t g = 0; g < group; ++g)
+        worker.finish((row - tile.row_begin) * group + g, out + (row * heads + kv_head * group + g) * dim);
+  }
+
+  void follow(const Span& span, int64_t first_row, int64_t kv_head, TileWorker<T>& worker) const {
+    const auto [least, most] = std::minmax_element(positions + span.row_begin, positions + span.row_end);
+    const int64_t end = std::min<int64_t>(span.block_end, *most / block + 1);
+    for (int64_t index = span.block_begin; index < end; ++index) {
+      const int64_t at = (tables[span.sequence * width + index] * kv_heads + kv_head) * dim * block;
+      worker.use_block(k + at, v + at, (span.row_end - span.row_begin) * group);
+      if (*least >= (index + 1) * block - 1) {
+        worker.attend((span.row_begin - first_row) * group, (span.row_end - span.row_begin) * group, block);
+        continue;
+      }
+      for (int64_t row = span.row_begin; row < span.row_end; ++row) {
+        const int64_t valid = std::min(block, positions[row] - index * block + 1);
+        if (valid > 0) worker.attend((row - first_row) * group, group, valid);
+      }
+    }
+  }
+};
+
+template <typename T>
+void run_tasks(const Step<T>& step, int64_t tiles) {
+  int64_t most = 0;
+  for (int64_t t = 0; t < tiles; ++t) most = std::max<int64_t>(most, step.tiles[t].row_end - step.tiles[t].row_begin);
+  const int64_t tasks = tiles * step.kv_heads;
+  std::atomic<int64_t> left{tasks};
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks), 1, [&](int64_t, int64_t) {
+    TileWorker<T> worker(most * step.group, step.dim, step.block);
+    for (int64_t task; (task = --left) >= 0;) step.run(task / step.kv_heads, task % step.kv_heads, worker);
+  });
+}
+
+at::Tensor attention(
+    const at::Tensor& q, const at::Tensor& positions, const at::Tensor& block_tables, const at::Tensor& tiles,
+    const at::Tensor& spans, const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t layer, double scale) {
+  const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k_cache.size(2);
+  TORCH_CHECK(q.dim() == 3 && q.stride(2) == 1 && dim == k_cache.size(3), "q must be [T, heads, D], dense in D");
+  TORCH_CHECK(q.scalar_type() == k_cache.scalar_type(), "q and the cache differ in dtype");
+  TORCH_CHECK(heads % kv_heads == 0, "query heads must be a multiple of KV heads");
+  TORCH_CHECK(positions.size(0) == rows, "q and positions differ in rows");
+  at::Tensor out = at::empty({rows, heads * dim}, q.options());
+  with_dtype(q, [&](auto zero) {
+    using T = decltype(zero);
+    const Step<T> step{
+        q.const_data_ptr<T>(), k_cache.const_data_ptr<T>() + layer * k_cache.stride(0),
+        v_cache.const_data_ptr<T>() + layer * v_cache.stride(0), out.data_ptr<T>(),
+        positions.const_data_ptr<int64_t>(), block_tables.const_data_ptr<int32_t>(),
+        reinterpret_cast<const Tile*>(tiles.const_data_ptr<int32_t>()),
+        reinterpret_cast<const Span*>(spans.const_data_ptr<int32_t>()),
+        q.stride(0), q.stride(1), block_tables.size(1), heads, kv_heads, heads / kv_heads, dim, k_cache.size(4),
+        static_cast<float>(scale)};
+    run_tasks(step, tiles.size(0));
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(choral, library) {
+  library.def(
+      "attention(Tensor q, Tensor positions, Tensor block_tables, Tensor tiles, Tensor spans, Tensor k_cache, "
+      "Tensor v_cache, int layer, float scale) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(choral, CPU, library) {
+  library.impl("attention", attention);
+}
+
+}  // namespace choral

@@ -1,0 +1,157 @@
+// Sixteen floats as one value, and the few operations the kernels need on it.
+//
+// Everything here is a fixed sequence of IEEE operations per lane, so a result never depends on the lane or on what
+// the other lanes hold. Sources are compiled with -ffp-contract=off: a fused multiply-add happens where `fma` is
+// written and nowhere else. On AVX-512 a Vec is one register; elsewhere the compiler splits it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace choral {
+
+constexpr int LANES = 16;
+constexpr float INFINITE = std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Shorts __attribute__((vector_size(32)));
+
+constexpr int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
+
+inline Vec broadcast(float x) { return x - Vec{}; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
+inline float max_lane(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#else
+  float best = x[0];
+  for (int i = 1; i < LANES; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+#endif
+}
+
+inline bool any(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  int32_t all = 0;
+  for (int i = 0; i < LANES; ++i) all |= mask[i];
+  return all != 0;
+#endif
+}
+
+inline double sum_lanes(Vec x) {
+  double sum = 0;
+  for (int i = 0; i < LANES; ++i) sum += x[i];
+  return sum;
+}
+
+// e^x with a relative error of about 1e-7; exactly 1 at 0, exactly 0 below -86.9, at most e^88.
+inline Vec exp(Vec x) {
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer kept in the low bits
+  const Vec bounded = x > 88.0f ? broadcast(88.0f) : x;
+  const Vec shifted = fma(bounded, broadcast(1.44269504088896341f), magic);
+  const Vec n = shifted - magic;
+  const Vec r = fma(n, broadcast(-1.42860682030941723212e-6f), fma(n, broadcast(-0.693145751953125f), bounded));
+  Vec p = broadcast(1.0f / 720);
+  p = fma(p, r, broadcast(1.0f / 120));
+  p = fma(p, r, broadcast(1.0f / 24));
+  p = fma(p, r, broadcast(1.0f / 6));
+  p = fma(p, r, broadcast(0.5f));
+  p = fma(p, r, broadcast(1.0f));
+  p = fma(p, r, broadcast(1.0f));
+  const Vec scaled = (Vec)((Words)p + ((Words)shifted << 23));
+  const Vec result = x < -86.9f ? Vec{} : scaled;
+  return x != x ? x : result;
+}
+
+inline Vec load(const float* from) {
+  Vec x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+inline Vec load(const c10::BFloat16* from) {
+  Shorts bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  return (Vec)(__builtin_convertvector(bits, Words) << 16);
+}
+
+inline Vec load(const c10::Half* from) {
+  Vec x;
+  for (int i = 0; i < LANES; ++i) x[i] = static_cast<float>(from[i]);
+  return x;
+}
+
+inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
+
+inline void store(c10::BFloat16* to, Vec x) {
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Shorts half = __builtin_convertvector(x != x ? (bits >> 16) | 0x40u : rounded, Shorts);
+  std::memcpy(to, &half, sizeof(half));
+}
+
+inline void store(c10::Half* to, Vec x) {
+  for (int i = 0; i < LANES; ++i) to[i] = static_cast<c10::Half>(x[i]);
+}
+
+// The first `count` lanes only; the others read as `rest` and are not written.
+template <typename T>
+inline Vec load(const T* from, int64_t count, float rest = 0.0f) {
+  if (count >= LANES) return load(from);
+  Vec x = broadcast(rest);
+  for (int64_t i = 0; i < count; ++i) x[i] = static_cast<float>(from[i]);
+  return x;
+}
+
+template <typename T>
+inline void store(T* to, Vec x, int64_t count) {
+  if (count >= LANES) return store(to, x);
+  T lanes[LANES];
+  store(lanes, x);
+  std::memcpy(to, lanes, count * sizeof(T));
+}
+
+template <typename T>
+inline Vec rounded(Vec x) {
+  T lanes[LANES];
+  store(lanes, x);
+  return load(lanes);
+}
+
+// Calls body with a zero of the tensor's element type.
+template <typename Body>
+void with_dtype(const at::Tensor& tensor, Body&& body) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return body(float{});
+    case at::kBFloat16: return body(c10::BFloat16{});
+    case at::kHalf: return body(c10::Half{});
+    default: TORCH_CHECK(false, "unsupported dtype ", tensor.scalar_type());
+  }
+}
+
+}  // namespace choral

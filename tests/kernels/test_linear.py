@@ -1,0 +1,86 @@
+"""Packed products: values, rows independent of the batch, columns independent of the cut."""
+
+import pytest
+import torch
+
+from kernels import linear, ops
+
+SIZES = (1, 2, 3, 5, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 128, 257)
+SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (32, 64), (64, 32), (48, 96), (40, 72)]
+shapes = pytest.mark.parametrize(("inner", "outer"), SHAPES)
+dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+def weight_and_rows(inner: int, outer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(inner * outer)
+    weight = torch.randn(outer, inner, generator=generator).to(dtype)
+    return weight, torch.randn(max(SIZES), inner, generator=generator).to(dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("biased", [False, True])
+def test_values(dtype: torch.dtype, biased: bool):
+    weight, x = weight_and_rows(48, 96, dtype)
+    bias = torch.arange(96).to(dtype) if biased else None
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    got = ops.PackedLinear(weight, bias)(x)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=5 * tolerance, check_dtype=False)
+    assert got.dtype == dtype
+
+
+@shapes
+@dtypes
+def test_c2_rows_do_not_depend_on_their_batch(threads: None, inner: int, outer: int, dtype: torch.dtype):
+    weight, x = weight_and_rows(inner, outer, dtype)
+    product = ops.PackedLinear(weight, None)
+    torch.set_num_threads(1)
+    whole = product(x)
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        for size in SIZES:
+            begin = min(3, len(x) - size)
+            assert torch.equal(product(x[begin : begin + size]), whole[begin : begin + size]), size
+        assert ops.check_row_invariance(product)
+
+
+@shapes
+@dtypes
+def test_c2_columns_do_not_depend_on_the_cut(inner: int, outer: int, dtype: torch.dtype):
+    """What tensor parallelism by output columns relies on: any cut that leaves two columns or more."""
+    weight, x = weight_and_rows(inner, outer, dtype)
+    whole = ops.PackedLinear(weight, None)(x)
+    cuts = {2, 3, 16, 24, 32, outer // 3, outer // 2 // 64 * 64, outer // 2 + 1, outer - 16, outer - 2}
+    for cut in sorted(c for c in cuts if 2 <= c <= outer - 2):
+        for part in (slice(0, cut), slice(cut, outer)):
+            product = ops.PackedLinear(weight[part], None)
+            for size in (1, 8, 33):
+                assert torch.equal(product(x[:size]), whole[:size, part]), (cut, size)
+
+
+def test_without_packing_tiles_keep_rows_independent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear, "_choose", lambda device: "tiled")
+    weight, x = weight_and_rows(48, 96, torch.float32)
+    tiled = ops.PackedLinear(weight, None)
+    assert tiled.kind == "tiled"
+    assert ops.check_row_invariance(tiled)
+    torch.testing.assert_close(tiled(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_half_precision_is_computed_in_single(monkeypatch: pytest.MonkeyPatch):
+    weight, x = weight_and_rows(48, 96, torch.float16)
+    half = ops.PackedLinear(weight, torch.ones(96, dtype=torch.float16))
+    single = ops.PackedLinear(weight.float(), torch.ones(96))
+    assert torch.equal(half(x), single(x.float()).half())
+
+
+def test_no_rows():
+    assert ops.PackedLinear(torch.ones(8, 16), None)(torch.zeros(0, 16)).shape == (0, 8)
+
+
+def test_a_layer_that_looks_at_its_batch_is_found_out():
+    class Leaky(ops.PackedLinear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return super().__call__(x) * len(x)
+
+    assert not ops.check_row_invariance(Leaky(torch.ones(8, 16), None))
