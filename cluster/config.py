@@ -24,6 +24,7 @@ class ClusterConfig(BaseModel):
     host: str = Field("127.0.0.1", description="Address the HTTP server binds")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     address: str | None = Field(None, description="Ray cluster to join; default: start one here")
+    dashboard: bool = Field(True, description="Run Ray's dashboard with a Ray started here; `ray list` needs it")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Weights and KV data type")
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and completion together")

@@ -111,7 +111,9 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         cores = os.cpu_count() or 1
         if device == "cpu" and ranks > cores:
             say(f"{ranks} ranks share {cores} cores")
-        options = {"address": "local", "num_cpus": max(cores, ranks), "include_dashboard": False}
+        options = {"address": "local", "num_cpus": max(cores, ranks), "include_dashboard": config.dashboard}
+    # Ray runs its workers at low priority, so that anything else on the machine slows every step.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:

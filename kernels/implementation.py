@@ -16,7 +16,10 @@ from kernels.cpu import loader
 @cache
 def _built() -> tuple[Any, str]:
     """The C++ operators and a line about them, or None and the reason."""
-    if os.environ.get("CHORAL_KERNELS") == "reference":
+    choice = os.environ.get("CHORAL_KERNELS", "")
+    if choice not in ("", "reference"):
+        raise ValueError(f"CHORAL_KERNELS must be 'reference' or unset, not {choice!r}")
+    if choice == "reference":
         return None, "torch reference (CHORAL_KERNELS=reference)"
     try:
         operators = loader.load()

@@ -45,7 +45,7 @@ class SharedMemory:
     def all_gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Every rank's [T, widths[rank]] side by side: [T, sum(widths)]."""
         rows = max(1, BUFFER_BYTES // (sum(widths) * x.element_size()))
-        parts = [self._gather(part, widths) for part in x.contiguous().split(rows)]
+        parts = [self._gather(part, widths) for part in torch.split(x.contiguous(), rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:

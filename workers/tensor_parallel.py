@@ -5,17 +5,24 @@ feed-forward network the other way round. `Communicator` wraps a process group. 
 weights; `layers` is the only user of the collectives.
 """
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.nn import functional
 
+from kernels.implementation import cpu_kernels
+from kernels.shared_memory import SharedMemory
 from workers.model_config import ModelConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +144,23 @@ class Communicator:
     """Collectives of one rank over an initialised process group; without a group, the only rank of its own.
 
     Every rank must make the same calls in the same order. A rank lost or silent raises RuntimeError after the
-    timeout of the group.
+    timeout of the group. With `shared`, memory the ranks of one host share, CPU tensors go through that.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, shared: SharedMemory | None = None) -> None:
+        self.group, self.shared = group, shared
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's `x`, in place; the same bits on every rank."""
+        """The sum of every rank's `x` [T, H], the same bits on every rank. May overwrite `x`."""
+        if self.shared is not None:
+            parts = self.shared.all_gather_columns(x, [x.shape[1]] * self.size).view(len(x), self.size, -1)
+            # In rank order and rounded once, so that a row's sum does not depend on the rows beside it.
+            total = parts[:, 0].float()
+            for rank in range(1, self.size):
+                total += parts[:, rank]
+            return total.to(x.dtype)
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
@@ -155,6 +169,8 @@ class Communicator:
         """Every rank's [T, widths[rank]] side by side: [T, sum(widths)]."""
         if self.group is None:
             return x
+        if self.shared is not None:
+            return self.shared.all_gather_columns(x, widths)
         # Gathers of unequal sizes are not offered by every backend: all send the widest.
         widest = max(widths)
         padded = functional.pad(x, (0, widest - x.shape[1])).contiguous()
@@ -166,7 +182,7 @@ class Communicator:
         """Leave the group. The ranks need not do so together."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
-            self.group = None
+            self.group = self.shared = None
 
 
 def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> TCPStore:
@@ -186,4 +202,33 @@ def init_communicator(rank: int, size: int, store: Store | None, *, backend: str
         raise ValueError(f"a group of {size} ranks needs a store to meet in")
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return Communicator(dist.group.WORLD)
+    shared = None
+    if backend == "gloo":
+        shared = _share_memory(rank, size, PrefixStore("choral/shared-memory", store), timeout_s)
+        way = "gloo" if shared is None else "shared memory"
+        _log.info("rank %d of %d exchanges activations through %s", rank, size, way)
+    return Communicator(dist.group.WORLD, shared)
+
+
+def _share_memory(rank: int, size: int, store: Store, timeout_s: float) -> SharedMemory | None:
+    """Memory that all ranks share; None where they are on several hosts or one lacks the C++ kernels."""
+    store.set(f"place{rank}", _place(rank))
+    places = {store.get(f"place{other}") for other in range(size)}
+    if len(places) > 1:
+        return None
+    if rank == 0:
+        store.set("path", str(SharedMemory.create(size)))
+    path = Path(store.get("path").decode())
+    shared = SharedMemory(path, rank, size, timeout_s)
+    dist.barrier()
+    if rank == 0:
+        path.unlink()
+    return shared
+
+
+def _place(rank: int) -> str:
+    """Equal for ranks that see the same processes and files; unique for one that can share with nobody."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if cpu_kernels(torch.device("cpu")) is None or not boot.exists():
+        return f"alone {rank}"
+    return f"{boot.read_text()} {os.stat('/proc/self/ns/pid').st_ino} {os.stat('/dev/shm').st_dev}"

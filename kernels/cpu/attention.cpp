@@ -19,6 +19,8 @@
 namespace choral {
 namespace {
 
+constexpr int64_t ROWS_AT_ONCE = LANES == 16 ? 8 : 4;  // as many as the registers hold sums for
+
 // c[r][n] = sum over k, in order, of a[r][k] * b[k][n], for R rows and NV vectors of columns.
 template <int R, int NV, typename B>
 inline void product_tile(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
@@ -50,7 +52,8 @@ void product_rows(const float* a, int64_t lda, const B* b, int64_t columns, floa
 // Rows of a are lda apart; b and c are dense with `columns`, a multiple of LANES.
 template <typename B>
 void product(const float* a, int64_t lda, int64_t rows, const B* b, int64_t columns, float* c, int64_t depth) {
-  for (; rows >= 8; rows -= 8, a += 8 * lda, c += 8 * columns) product_rows<8>(a, lda, b, columns, c, depth);
+  for (; rows >= ROWS_AT_ONCE; rows -= ROWS_AT_ONCE, a += ROWS_AT_ONCE * lda, c += ROWS_AT_ONCE * columns)
+    product_rows<ROWS_AT_ONCE>(a, lda, b, columns, c, depth);
   switch (rows) {
     case 7: return product_rows<7>(a, lda, b, columns, c, depth);
     case 6: return product_rows<6>(a, lda, b, columns, c, depth);
@@ -65,10 +68,11 @@ void product(const float* a, int64_t lda, int64_t rows, const B* b, int64_t colu
 
 // Turns the scores of one row into weights e^(s - max) over its `valid` first positions, zero elsewhere.
 inline float softmax_row(float* scores, int64_t columns, int64_t valid, float* lane_sums) {
-  static const Ints ramp = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints lane;
+  for (int i = 0; i < LANES; ++i) lane[i] = i;
   Vec best = broadcast(-INFINITE);
   for (int64_t i = 0; i < columns; i += LANES) {
-    const Vec s = ramp < static_cast<int32_t>(valid - i) ? load(scores + i) : broadcast(-INFINITE);
+    const Vec s = lane < static_cast<int32_t>(valid - i) ? load(scores + i) : broadcast(-INFINITE);
     store(scores + i, s);
     best = larger(best, s);
   }
@@ -114,7 +118,7 @@ class TileWorker {
 
   // Makes a block current for `attend`. For few rows it is read where it lies, else converted once.
   void use_block(const T* k, const T* v, int64_t rows) {
-    direct_ = rows <= 8 && wide_ == dim_ && columns_ == block_;
+    direct_ = rows <= ROWS_AT_ONCE && wide_ == dim_ && columns_ == block_;
     k_ = k, v_ = v;
     if (direct_) return;
     for (int64_t d = 0; d < dim_; ++d)

@@ -11,6 +11,7 @@ namespace choral {
 namespace {
 
 constexpr int64_t ELEMENTS_PER_TASK = 32768;
+constexpr int64_t MAX_DIM = 1024;
 
 template <typename Body>
 void for_rows(int64_t rows, int64_t width, const Body& body) {
@@ -144,6 +145,13 @@ void check_heads(const at::Tensor& x, int64_t rows, int64_t dim, at::ScalarType 
               "q, k and v must be [T, heads, D] of the dtype of the cache, dense in D");
 }
 
+void check_below(const at::Tensor& values, int64_t count, int64_t bound, const char* name) {
+  TORCH_CHECK(values.dim() == 1 && values.size(0) == count && values.is_contiguous(), name, " must have one per row");
+  const int64_t* value = values.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i)
+    TORCH_CHECK(value[i] >= 0 && value[i] < bound, name, " must lie in 0..", bound - 1, ", not ", value[i]);
+}
+
 at::Tensor rope_and_cache(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cos_sin,
     const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& k_cache, const at::Tensor& v_cache,
@@ -152,6 +160,9 @@ at::Tensor rope_and_cache(
   for (const at::Tensor* x : {&q, &k, &v}) check_heads(*x, rows, dim, k_cache.scalar_type());
   TORCH_CHECK(k.size(1) == k_cache.size(2) && v.size(1) == k.size(1), "k and v must have the heads of the cache");
   TORCH_CHECK(cos_sin.size(1) == dim && cos_sin.is_contiguous(), "cos_sin must be contiguous [max_len, D]");
+  TORCH_CHECK(dim % 2 == 0 && dim <= MAX_DIM, "head_dim must be even and at most ", MAX_DIM);
+  check_below(positions, rows, cos_sin.size(0), "positions");
+  check_below(slots, rows, k_cache.size(1) * k_cache.size(4), "slots");
   at::Tensor out = at::empty({rows, heads, dim}, q.options());
   with_dtype(q, [&](auto zero) {
     using T = decltype(zero);
@@ -166,7 +177,7 @@ at::Tensor rope_and_cache(
         T* head = to + (row * heads + h) * dim;
         rotate_head(from_q + row * q.stride(0) + h * q.stride(1), cos, sin, half, head, head + half);
       }
-      T key[1024];
+      T key[MAX_DIM];
       for (int64_t h = 0; h < cache.heads; ++h) {
         rotate_head(from_k + row * k.stride(0) + h * k.stride(1), cos, sin, half, key, key + half);
         cache.write(slot[row], h, key, from_v + row * v.stride(0) + h * v.stride(1));

@@ -1,8 +1,8 @@
-// Sixteen floats as one value, and the few operations the kernels need on it.
+// One register of floats as one value, and the few operations the kernels need on it.
 //
 // Everything here is a fixed sequence of IEEE operations per lane, so a result never depends on the lane or on what
 // the other lanes hold. Sources are compiled with -ffp-contract=off: a fused multiply-add happens where `fma` is
-// written and nowhere else. On AVX-512 a Vec is one register; elsewhere the compiler splits it.
+// written and nowhere else. The width is that of the processor: 16 lanes with AVX-512, 8 with AVX, else 4.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,19 +13,25 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#ifdef __AVX512F__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
 namespace choral {
 
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Shorts __attribute__((vector_size(32)));
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 
 constexpr int64_t padded(int64_t size) { return (size + LANES - 1) / LANES * LANES; }
 
@@ -35,7 +41,9 @@ inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_FEATURE_FMA)
   for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
 #else
@@ -56,6 +64,8 @@ inline float max_lane(Vec x) {
 inline bool any(Ints mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
 #else
   int32_t all = 0;
   for (int i = 0; i < LANES; ++i) all |= mask[i];

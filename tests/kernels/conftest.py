@@ -9,9 +9,13 @@ from kernels import implementation, ops
 
 
 @pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
+def quiet_inference() -> Iterator[None]:
+    """Inference mode, and one thread unless the test sets more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -26,11 +30,3 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(ops.implementation("cpu"))
     yield request.param
     implementation._built.cache_clear()
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """Restores the thread count that the test changes."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

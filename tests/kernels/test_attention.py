@@ -156,7 +156,7 @@ def family(shape: Shape, prompt: int, children: int, first_block: int, seed: int
 
 
 @shapes
-def test_c2_shared_blocks_do_not_show(kernels: str, threads: None, shape: Shape):
+def test_c2_shared_blocks_do_not_show(kernels: str, shape: Shape):
     """Two families over one system prompt and a stranger, decoding together: bits as for each text by itself."""
     system = text(shape, 2 * shape.block, 99, first_block=1)
     prompt = 3 * shape.block + 2
@@ -176,7 +176,7 @@ def test_c2_shared_blocks_do_not_show(kernels: str, threads: None, shape: Shape)
 
 
 @shapes
-def test_c2_threads_do_not_show_in_a_long_prompt(kernels: str, threads: None, shape: Shape):
+def test_c2_threads_do_not_show_in_a_long_prompt(kernels: str, shape: Shape):
     t = text(shape, 150, seed=4, first_block=1)
     outputs = []
     for count in (1, 2):

@@ -31,10 +31,9 @@ def test_values(dtype: torch.dtype, biased: bool):
 
 @shapes
 @dtypes
-def test_c2_rows_do_not_depend_on_their_batch(threads: None, inner: int, outer: int, dtype: torch.dtype):
+def test_c2_rows_do_not_depend_on_their_batch(inner: int, outer: int, dtype: torch.dtype):
     weight, x = weight_and_rows(inner, outer, dtype)
     product = ops.PackedLinear(weight, None)
-    torch.set_num_threads(1)
     whole = product(x)
     for count in (1, 2):
         torch.set_num_threads(count)

@@ -68,6 +68,12 @@ def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch, fresh_choi
     assert implementation.cpu_kernels(torch.device("cpu")) is None
 
 
+def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_choice: None):
+    monkeypatch.setenv("CHORAL_KERNELS", "fast")
+    with pytest.raises(ValueError, match="CHORAL_KERNELS"):
+        ops.implementation("cpu")
+
+
 def test_other_devices_get_the_reference():
     assert ops.implementation("cuda") == "torch reference (cuda)"
     assert implementation.cpu_kernels(torch.device("meta")) is None

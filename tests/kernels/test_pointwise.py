@@ -56,7 +56,7 @@ def test_silu_mul_at_the_ends_of_the_range(kernels: str):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_their_batch(kernels: str, threads: None, dtype: torch.dtype):
+def test_rows_do_not_depend_on_their_batch(kernels: str, dtype: torch.dtype):
     x, residual = noise(300, 576, dtype=dtype), noise(300, 576, dtype=dtype, seed=1)
     weight = noise(576, dtype=dtype, seed=2)
     torch.set_num_threads(2)
@@ -95,9 +95,8 @@ def test_rope_rotates_halves_and_writes_the_slots(
     batch = one_sequence(kv, 5, slots)
     rotated = ops.rope_and_cache(q, k, v, table, batch, kv, 1)
 
-    turn = torch.polar(torch.tensor(1.25).double(), torch.tensor(1.0).double()) * 0  # complex of the right kind
     angles = batch.positions[:, None].double() * (10000.0 ** -(torch.arange(0, dim, 2).double() / dim))
-    turn = turn + torch.polar(torch.full_like(angles, 1.25), angles)
+    turn = torch.polar(torch.full_like(angles, 1.25), angles)
     for got, x in ((rotated, q), (kv.k[1, slots // 4, :, :, slots % 4], k)):
         low, high = x.double().chunk(2, -1)
         spun = torch.complex(low, high) * turn[:, None]
@@ -105,6 +104,15 @@ def test_rope_rotates_halves_and_writes_the_slots(
     assert torch.equal(kv.v[1, slots // 4, :, slots % 4], v)
     assert not kv.k[0].any() and not kv.v[0].any()
     assert int(kv.v[1].any(-1).sum()) == 5 * kv_heads
+
+
+def test_positions_and_slots_out_of_range_are_refused(kernels: str):
+    kv = ops.KVCache.allocate(1, 2, 1, 8, 4, torch.float32, "cpu")
+    x = torch.zeros(1, 1, 8)
+    for slot, length in ((8, 64), (0, 3)):
+        batch = one_sequence(kv, 1, torch.tensor([slot]))
+        with pytest.raises((RuntimeError, IndexError)):
+            ops.rope_and_cache(x, x, x, ops.rope_tables(torch.ones(4), length), batch, kv, 0)
 
 
 def test_parameters_that_require_grad_leave_no_graph(kernels: str):

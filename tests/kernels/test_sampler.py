@@ -243,7 +243,7 @@ def test_ids_outside_the_vocabulary_are_refused(kernels: str):
         ops.sample(noise(1, 64), batch(1, banned_starts=banned_starts, banned_ids=banned_ids))
 
 
-def test_c2_draws_do_not_depend_on_each_other(kernels: str, threads: None):
+def test_c2_draws_do_not_depend_on_each_other(kernels: str):
     logits = noise(12, 2100)
     settings = {
         "temperature": torch.tensor([0.0, 1.0, 0.8] * 4),

@@ -56,7 +56,8 @@ def test_a_group_that_cannot_be_placed_names_what_is_missing(embedded_model: Pat
 def test_the_actors_of_a_cluster_are_the_ranks_the_aggregator_and_the_replicas(embedded_model: Path):
     with start(ClusterConfig(tp=3, port=0)) as running:
         assert len(complete(running.url, n=3)["choices"]) == 3
-        alive = [actor.class_name for actor in list_actors() if actor.state == "ALIVE"]
+        actors = list_actors(address=ray.get_runtime_context().gcs_address)
+        alive = [actor.class_name for actor in actors if actor.state == "ALIVE"]
     assert alive.count("RankWorker") == 2 and alive.count("AggregatorActor") == 1
     assert sum(name.startswith("ServeReplica:choral:groups") for name in alive) == 1
     assert sum(name.startswith("ServeReplica:choral:router") for name in alive) == 1

@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kernels.implementation import cpu_kernels
 from tests.ranks import run_ranks
 from workers.model_config import ModelConfig
 from workers.tensor_parallel import Communicator, ShardPlan, Split, init_communicator, vocab_block
@@ -108,41 +109,60 @@ def test_a_group_of_more_needs_a_store():
 
 
 WIDTHS = (5, 1, 3)
+NATIVE = cpu_kernels(torch.device("cpu")) is not None
 
 
 def _part(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(4, WIDTHS[rank], generator=torch.Generator().manual_seed(rank)).to(dtype)
+    return torch.randn(65, WIDTHS[rank], generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _collectives(comm: Communicator) -> list[torch.Tensor]:
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        part = _part(comm.rank, dtype)
-        results += [comm.all_gather_columns(part, WIDTHS), comm.all_reduce(part[:, :1].clone())]
+def _collectives(comm: Communicator) -> dict[str, list[torch.Tensor]]:
+    """Gathers, sums, and sums of single rows, in both ways ranks can exchange."""
+    assert (comm.shared is not None) == NATIVE
+    shared, results = comm.shared, {}
+    for way in ("shared", "gloo"):
+        comm.shared = shared if way == "shared" else None
+        for dtype in (torch.float32, torch.bfloat16):
+            part = _part(comm.rank, dtype)
+            column = part[:, :1].contiguous()
+            single = column if way == "shared" else column[:2]
+            rows = torch.cat([comm.all_reduce(row[None].clone()) for row in single])
+            gathered = comm.all_gather_columns(part, WIDTHS)
+            results[f"{way} {dtype}"] = [gathered, comm.all_reduce(column), rows]
     return results
 
 
 def test_collectives_over_three_ranks(tmp_path):
     ranks = run_ranks(_collectives, 3, folder=tmp_path)
-    for index, dtype in ((0, torch.float32), (2, torch.bfloat16)):
+    for way, dtype in ((way, dtype) for way in ("shared", "gloo") for dtype in (torch.float32, torch.bfloat16)):
         whole = torch.cat([_part(rank, dtype) for rank in range(3)], dim=1)
-        total = sum(_part(rank, dtype)[:, :1].float() for rank in range(3))
+        total = sum(_part(rank, dtype)[:, :1].float() for rank in range(3)).to(dtype)
         for results in ranks:
-            assert torch.equal(results[index], whole)
-            assert torch.equal(results[index + 1], ranks[0][index + 1])
-            torch.testing.assert_close(results[index + 1].float(), total, atol=0.05, rtol=0)
+            gathered, reduced, rows = results[f"{way} {dtype}"]
+            assert torch.equal(gathered, whole)
+            assert torch.equal(reduced, ranks[0][f"{way} {dtype}"][1])
+            torch.testing.assert_close(reduced, total, atol=0.05, rtol=0)
+            if way == "shared" and NATIVE:
+                # Added in rank order and rounded once, whatever rows are beside.
+                assert torch.equal(reduced, total)
+                assert torch.equal(rows, reduced)
 
 
-def _wait_for_a_silent_rank(comm: Communicator) -> float | None:
+def _wait_for_a_silent_rank(comm: Communicator) -> list[float]:
     if comm.rank == 1:
-        time.sleep(6)
-        return None
-    started = time.monotonic()
-    with pytest.raises(RuntimeError):
-        comm.all_reduce(torch.zeros(1))
-    return time.monotonic() - started
+        time.sleep(7)
+        return []
+    waited = []
+    for _ in ("shared memory", "gloo"):
+        started = time.monotonic()
+        with pytest.raises(RuntimeError):
+            comm.all_reduce(torch.zeros(1, 1))
+        waited.append(time.monotonic() - started)
+        comm.shared = None
+    return waited
 
 
 def test_a_silent_rank_is_noticed_within_the_timeout(tmp_path):
     waited, _ = run_ranks(_wait_for_a_silent_rank, 2, folder=tmp_path, timeout_s=3)
-    assert 2 < waited < 5
+    assert len(waited) == 2
+    assert all(2 < seconds < 5 for seconds in waited[: 2 if NATIVE else 1])
