@@ -11,7 +11,6 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.group_router import PinnedRequestRouter
 
-
 RANK_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads that spin for the next task fight with router, aggregator and client for the cores: with one core taken by
 another process a step of 8 children took 25 times as long as with threads that sleep."""

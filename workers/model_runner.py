@@ -28,19 +28,16 @@ class ModelRunner:
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.model_config = ModelConfig.from_folder(config.model_folder)
         self.exact_tp = self.device.type == "cpu" if config.exact_tp is None else config.exact_tp
-        limit = min(config.max_model_len or self.model_config.max_len, self.model_config.max_len)
-        if config.max_model_len and config.max_model_len > self.model_config.max_len:
-            raise ValueError(f"max_model_len {config.max_model_len} is above the model's {self.model_config.max_len}")
         self.model = load_model(
             config.model_folder,
             dtype=self.dtype,
             device=self.device,
             comm=comm,
             exact=self.exact_tp,
-            max_len=limit,
+            max_len=config.max_model_len,
         )
         num_blocks = self._num_blocks(config)
-        self.max_model_len = _fitting_len(config, limit, num_blocks)
+        self.max_model_len = _fitting_len(config, self.model.max_len, num_blocks)
         self.kv = ops.KVCache.allocate(
             self.model_config.num_layers, num_blocks, self.model.local_kv_heads, self.model_config.head_dim,
             config.block_size, self.dtype, self.device,
