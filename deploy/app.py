@@ -22,6 +22,7 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from cluster.config import ClusterConfig
 from cluster.placement import PlacementError, group_options, wait_for_room
 from cluster.worker_group import WorkerGroup
+from kernels import ops
 from router.ingress import Ingress, router_options
 from workers.checkpoint import resolve, tokenizer_folder
 from workers.model_runner import resolve_device
@@ -80,6 +81,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
         device = resolve_device(config.device).type
     except (ValueError, OSError, RuntimeError) as error:
         raise StartError(str(error)) from error
+    say(ops.implementation(device))
     port = config.port or _free_port(config.host)
     _start_ray(config, device, say)
     try:

@@ -9,7 +9,7 @@ import pytest
 
 # Before anything imports torch or transformers, here and in the processes tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Test helpers are imported as `tests.<name>`, whatever directory pytest is started from.
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -27,6 +27,8 @@ from workers.scheduler import Batch, Scheduler
 from workers.sequence import Family, Sequence
 from workers.step_input import StepInput
 
+NOTHING_TO_DRAW = "no token can be drawn: the sampling parameters exclude all of them, or the logits are not numbers"
+
 Outputs = dict[str, dict[str, ParentDelta]]
 """Deltas of one step by sink and parent."""
 
@@ -123,6 +125,9 @@ class Engine:
         return outputs
 
     def _advance(self, child: Sequence, token: int, logprobs: TokenLogprobs | None) -> ChildDelta:
+        if token < 0:
+            self.scheduler.finish(child)
+            return ChildDelta(child.index, finish_reason=FinishReason.ERROR, error=NOTHING_TO_DRAW)
         stop_id = child.append(token, self._eos_ids)
         self.scheduler.counters.generation_tokens += 1
         if child.finish_reason is not None:

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engines import Lab, family, finish
-from workers.outputs import ChildRef
+from workers.engine import NOTHING_TO_DRAW
+from workers.outputs import ChildDelta, ChildRef
 
 PROMPT = [1, 40, 77, 205, 9, 31, 64, 128, 250, 17, 3, 99, 180, 44, 5, 210, 33, 7, 8, 61, 150, 22]
 OTHER = [2, 200, 13, 55, 90]
@@ -138,6 +139,18 @@ def test_c2_any_mix_equals_each_child_alone(lab: Lab, mix, max_step_tokens, max_
         last = spec["n"] - 1
         alone = family(str(i), spec["prompt"], [last], seed=spec["seed"], max_tokens=6, **spec["params"])
         assert lab.run([alone])[str(i), last] == together[str(i), last]
+
+
+def test_a_child_without_a_token_to_draw_fails_by_name_and_alone(lab: Lab):
+    nothing = {"allowed_token_ids": (5,), "stop_token_ids": (5,), "min_tokens": 3, "logprobs": None}
+    engine = lab.engine()
+    engine.submit([family("p", PROMPT, range(2), **nothing), family("q", PROMPT, [0], max_tokens=2)])
+    parents: dict[str, list[ChildDelta]] = {"p": [], "q": []}
+    while engine.has_work:
+        for name, delta in engine.step().get("sink", {}).items():
+            parents[name] += delta.children.values()
+    assert [(d.index, d.token_ids, d.error) for d in parents["p"]] == [(i, [], NOTHING_TO_DRAW) for i in range(2)]
+    assert [d.error for d in parents["q"]] == [None, None] and engine.blocks.num_used == 0
 
 
 @pytest.mark.parametrize("length", [9, 15, 16, 17, 40])
