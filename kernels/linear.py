@@ -29,6 +29,11 @@ class PackedLinear:
         if self.kind == "packed":
             self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous())
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor | None] | None:
+        """(weight, bias) as oneDNN takes them, for callers in C++; None where another path computes."""
+        return (self._weight, self._bias) if self.kind == "packed" and self._compute == self.dtype else None
+
     def __call__(self, x: Tensor) -> Tensor:
         if self._compute != self.dtype:
             x = x.to(self._compute)

@@ -48,6 +48,16 @@ class SharedMemory:
         parts = [self._gather(part, widths) for part in torch.split(x.contiguous(), rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def fits(self, rows: int, width: int, dtype: torch.dtype) -> bool:
+        """Whether [rows, width] go in one gather."""
+        return rows * width * dtype.itemsize <= BUFFER_BYTES
+
+    def reserve(self, gathers: int) -> tuple[Tensor, int, int, float]:
+        """For an operator that gathers by itself: (memory, rank, first sequence number, timeout)."""
+        first = self._sequence + 1
+        self._sequence += gathers
+        return self._memory, self._rank, first, self._timeout_s
+
     def _gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         self._sequence += 1
         out: Tensor = self._operators.shared_gather(

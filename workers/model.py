@@ -8,6 +8,7 @@ runner.
 import torch
 
 from kernels import ops
+from kernels.decoder import DecoderStack, LayerWeights
 from workers.layers import LayerBuilder
 from workers.rope import attention_factor, inverse_frequencies
 
@@ -84,6 +85,15 @@ class DecoderLayer:
         x, residual = ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
         return ops.add_rms_norm(self.feed_forward(x), residual, self.following_norm, self.eps)
 
+    def weights(self) -> LayerWeights:
+        """Everything this layer holds, for the operator that runs all layers."""
+        attention = self.attention
+        q_norm, k_norm = attention.qk_norms or (None, None)
+        return LayerWeights(
+            attention.qkv, q_norm, k_norm, attention.out.local, self.attention_norm,
+            self.feed_forward.gate_up, self.feed_forward.out.local, self.following_norm,
+        )  # fmt: skip
+
 
 class CausalLM:
     """A whole model, as one rank of a group holds it. Every rank makes the same calls.
@@ -101,6 +111,17 @@ class CausalLM:
         self.head = build.output_head("model.embed_tokens" if config.tied else "lm_head")
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.cos_sin = ops.rope_tables(frequencies, max_len, attention_factor(config.rope))
+        self.stack = self._stack(build)
+
+    def _stack(self, build: LayerBuilder) -> DecoderStack | None:
+        """All layers as one operator, where the kernels offer it and no sum is split over ranks."""
+        if self.comm.size > 1 and not self.plan.exact:
+            return None
+        cuts = (build.query_columns.sizes, self.plan.hidden.sizes, self.plan.ffn.sizes)
+        weights = [layer.weights() for layer in self.layers]
+        return DecoderStack.build(
+            self.first_norm, weights, self.cos_sin, self.config.rms_norm_eps, cuts, self.comm.shared
+        )
 
     @property
     def local_kv_heads(self) -> int:
@@ -111,6 +132,8 @@ class CausalLM:
     def forward(self, token_ids: torch.Tensor, batch: ops.AttentionBatch, kv: ops.KVCache) -> torch.Tensor:
         """int64 [T] tokens of all sequences of the batch to hidden states [T, H], after the final norm."""
         residual = self.embedding(token_ids)
+        if self.stack is not None and self.stack.takes(len(token_ids), self.dtype):
+            return self.stack(residual, batch, kv)
         x = ops.rms_norm(residual, self.first_norm, self.config.rms_norm_eps)
         for layer in self.layers:
             x, residual = layer(x, residual, self.cos_sin, batch, kv)

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "operators.h"
 #include "vec.h"
 
 namespace choral {
@@ -222,6 +223,8 @@ void run_tasks(const Step<T>& step, int64_t tiles) {
   });
 }
 
+}  // namespace
+
 at::Tensor attention(
     const at::Tensor& q, const at::Tensor& positions, const at::Tensor& block_tables, const at::Tensor& tiles,
     const at::Tensor& spans, const at::Tensor& k_cache, const at::Tensor& v_cache, int64_t layer, double scale) {
@@ -245,8 +248,6 @@ at::Tensor attention(
   });
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(choral, library) {
   library.def(

@@ -12,6 +12,8 @@
 #include <chrono>
 #include <cstring>
 
+#include "operators.h"
+
 namespace choral {
 namespace {
 
@@ -50,6 +52,8 @@ void shared_join(const at::Tensor& memory, int64_t rank) {
   slots[rank].pid.store(getpid());
 }
 
+}  // namespace
+
 // x [T, widths[rank]] of every rank side by side: [T, sum(widths)]. All ranks make the same calls in the same order.
 at::Tensor shared_gather(
     const at::Tensor& memory, const at::Tensor& x, at::IntArrayRef widths, int64_t rank, int64_t sequence,
@@ -77,8 +81,6 @@ at::Tensor shared_gather(
   std::memcpy(out.data_ptr(), buffer, rows * total * item);
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(choral, library) {
   library.def("shared_join(Tensor(a!) memory, int rank) -> ()");

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "operators.h"
 #include "vec.h"
 
 namespace choral {
@@ -67,6 +68,8 @@ void check_rows(const at::Tensor& x, const at::Tensor& weight) {
   TORCH_CHECK(x.dim() > 0 && x.size(-1) == weight.size(0), "the last dimension of x must match weight");
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& x_, const at::Tensor& residual_, const at::Tensor& weight, double eps) {
   check_rows(x_, weight);
@@ -121,6 +124,8 @@ at::Tensor silu_mul(const at::Tensor& gate_up_) {
   return out;
 }
 
+namespace {
+
 // One layer of the cache, and where one position of one head lies in it.
 template <typename T>
 struct CacheLayer {
@@ -151,6 +156,8 @@ void check_below(const at::Tensor& values, int64_t count, int64_t bound, const c
   for (int64_t i = 0; i < count; ++i)
     TORCH_CHECK(value[i] >= 0 && value[i] < bound, name, " must lie in 0..", bound - 1, ", not ", value[i]);
 }
+
+}  // namespace
 
 at::Tensor rope_and_cache(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cos_sin,
@@ -186,8 +193,6 @@ at::Tensor rope_and_cache(
   });
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(choral, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");

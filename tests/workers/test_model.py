@@ -9,9 +9,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from tests.dense import Job, Result, run_job, run_jobs
+from kernels import ops
+from tests.dense import CPU, Job, OneSequence, Result, run_job, run_jobs
 from tests.ranks import run_ranks
 from tests.tiny_models import MODELS
+from workers.loader import load_model
 from workers.tensor_parallel import Communicator
 
 STEPS = 64
@@ -103,7 +105,7 @@ def test_the_embedded_model_gives_the_logits_of_transformers(embedded_model, emb
     job = embedded_jobs[torch.float32]
     result = run_job(Communicator(), job)
     expected = _transformers(embedded_model, result, job.prompt)
-    torch.testing.assert_close(result.logits, expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(result.logits, expected, atol=1e-3, rtol=1e-3)
     assert result.tokens == tuple(expected[len(job.prompt) - 1 :].argmax(-1).tolist())
 
 
@@ -115,6 +117,17 @@ def test_c2_the_embedded_model_in_bfloat16_has_the_same_bits_at_every_group_size
     for (result,) in run_ranks(run_jobs, size, [job], folder=tmp_path):
         assert torch.equal(result.logits, alone.logits)
         assert result.tokens == alone.tokens
+
+
+@pytest.mark.skipif("C++" not in ops.implementation("cpu"), reason="only the C++ kernels run all layers as one")
+@pytest.mark.parametrize("name", NAMES)
+def test_all_layers_as_one_operator_give_the_bits_of_the_layers_in_turn(name, tiny_checkpoint):
+    job = _job(tiny_checkpoint(name))
+    model = load_model(job.folder, dtype=job.dtype, device=CPU, comm=Communicator(), exact=True)
+    assert model.stack is not None
+    as_one = OneSequence(model, 128).feed(job.prompt)
+    model.stack = None
+    assert torch.equal(OneSequence(model, 128).feed(job.prompt), as_one)
 
 
 def test_chunks_of_the_prompt_change_no_bit(tiny_checkpoint, alone):
