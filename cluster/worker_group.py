@@ -58,8 +58,10 @@ class WorkerGroup:
         self._about = {
             "max_model_len": engine.max_model_len,
             "vocab_size": engine.vocab_size,
-            "exact": runner.device.type == "cpu",
+            "exact": runner.exact,
         }
+        if runner.device.type == "cpu" and not self._about["exact"]:
+            log.warning("linear layers depend on their batch on this processor: children are not exact")
         log.info("group %s ready after %.1f s", self.group, time.monotonic() - started)
 
     def _make_rank(self, config: EngineConfig, rank: int, threads: int | None) -> Any:

@@ -25,7 +25,9 @@ from cluster.worker_group import WorkerGroup
 from kernels import ops
 from router.ingress import Ingress, router_options
 from workers.checkpoint import resolve, tokenizer_folder
+from workers.model_config import ModelConfig
 from workers.model_runner import resolve_device
+from workers.tensor_parallel import ShardPlan
 
 APP = "choral"
 DEPLOY_TIMEOUT_S = 600.0
@@ -79,10 +81,11 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     try:
         folder = resolve(config.model)
         device = resolve_device(config.device).type
+        _check_shape(config, folder, device)
+        port = _bindable(config.host, config.port)
     except (ValueError, OSError, RuntimeError) as error:
         raise StartError(str(error)) from error
     say(ops.implementation(device))
-    port = config.port or _free_port(config.host)
     _start_ray(config, device, say)
     try:
         wait_for_room(config, device, say)
@@ -98,9 +101,22 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     return RunningCluster(config, port, name)
 
 
-def _free_port(host: str) -> int:
+def _check_shape(config: ClusterConfig, folder: Path, device: str) -> None:
+    """Find here what would stop every group: an unsupported model, a group size it cannot be cut into, lengths."""
+    model = ModelConfig.from_folder(folder)
+    ShardPlan.build(model, config.tp, exact=device == "cpu" if config.exact_tp is None else config.exact_tp)
+    if config.max_model_len is not None and config.max_model_len > model.max_len:
+        raise ValueError(f"max_model_len {config.max_model_len} is more than the model's {model.max_len}")
+
+
+def _bindable(host: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises OSError naming the address if it is taken."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         return int(probe.getsockname()[1])
 
 

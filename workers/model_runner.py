@@ -50,6 +50,15 @@ class ModelRunner:
             config.block_size,
         )
 
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits never depend on its batch. Computes: the linears are the part that is not ours."""
+        if self.device.type != "cpu":
+            return False
+        layer = self.model.layers[0].weights()
+        linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.model.head.local)
+        return all(ops.check_row_invariance(linear, sizes=(2, 7, 33)) for linear in linears)
+
     def _num_blocks(self, config: EngineConfig) -> int:
         """Equal on every rank: counted for the rank with the most heads, so one scheduler fits all."""
         if config.kv_blocks is not None:

@@ -1,5 +1,6 @@
 """Clusters of other shapes answer with the same bits as one group of one rank; what cannot be placed says why."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -51,6 +52,29 @@ def test_a_group_that_cannot_be_placed_names_what_is_missing(embedded_model: Pat
         start(ClusterConfig(device="cuda", groups=2, port=0, start_timeout_s=3))
     assert time.monotonic() - started < 60
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ClusterConfig(tp=5), "tp must be from 1 to 3"),
+        (ClusterConfig(model="/nowhere"), "/nowhere"),
+        (ClusterConfig(max_model_len=10**6), "max_model_len"),
+    ],
+)
+def test_what_no_group_can_load_is_said_before_ray_starts(embedded_model: Path, config: ClusterConfig, words: str):
+    with pytest.raises(StartError, match=words):
+        start(config)
+    assert not ray.is_initialized()
+
+
+def test_a_port_that_is_taken_is_named(embedded_model: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"127.0.0.1:{port}"):
+            start(ClusterConfig(port=port))
 
 
 def test_the_actors_of_a_cluster_are_the_ranks_the_aggregator_and_the_replicas(embedded_model: Path):
