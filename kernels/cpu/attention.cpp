@@ -11,69 +11,24 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
 #include "operators.h"
+#include "products.h"
 #include "vec.h"
 
 namespace choral {
 namespace {
 
-constexpr int64_t ROWS_AT_ONCE = LANES == 16 ? 8 : 4;  // as many as the registers hold sums for
-
-// c[r][n] = sum over k, in order, of a[r][k] * b[k][n], for R rows and NV vectors of columns.
-template <int R, int NV, typename B>
-inline void product_tile(const float* a, int64_t lda, const B* b, int64_t ldb, float* c, int64_t ldc, int64_t depth) {
-  Vec sums[R][NV] = {};
-  for (int64_t k = 0; k < depth; ++k) {
-    Vec row[NV];
-#pragma GCC unroll 2
-    for (int n = 0; n < NV; ++n) row[n] = load(b + k * ldb + n * LANES);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Vec factor = broadcast(a[r * lda + k]);
-#pragma GCC unroll 2
-      for (int n = 0; n < NV; ++n) sums[r][n] = fma(factor, row[n], sums[r][n]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-    for (int n = 0; n < NV; ++n) store(c + r * ldc + n * LANES, sums[r][n]);
-}
-
-template <int R, typename B>
-void product_rows(const float* a, int64_t lda, const B* b, int64_t columns, float* c, int64_t depth) {
-  int64_t n = 0;
-  for (; n + 2 * LANES <= columns; n += 2 * LANES) product_tile<R, 2>(a, lda, b + n, columns, c + n, columns, depth);
-  if (n < columns) product_tile<R, 1>(a, lda, b + n, columns, c + n, columns, depth);
-}
-
-// Rows of a are lda apart; b and c are dense with `columns`, a multiple of LANES.
-template <typename B>
-void product(const float* a, int64_t lda, int64_t rows, const B* b, int64_t columns, float* c, int64_t depth) {
-  for (; rows >= ROWS_AT_ONCE; rows -= ROWS_AT_ONCE, a += ROWS_AT_ONCE * lda, c += ROWS_AT_ONCE * columns)
-    product_rows<ROWS_AT_ONCE>(a, lda, b, columns, c, depth);
-  switch (rows) {
-    case 7: return product_rows<7>(a, lda, b, columns, c, depth);
-    case 6: return product_rows<6>(a, lda, b, columns, c, depth);
-    case 5: return product_rows<5>(a, lda, b, columns, c, depth);
-    case 4: return product_rows<4>(a, lda, b, columns, c, depth);
-    case 3: return product_rows<3>(a, lda, b, columns, c, depth);
-    case 2: return product_rows<2>(a, lda, b, columns, c, depth);
-    case 1: return product_rows<1>(a, lda, b, columns, c, depth);
-    default: return;
-  }
-}
-
-// Turns the scores of one row into weights e^(s - max) over its `valid` first positions, zero elsewhere.
-inline float softmax_row(float* scores, int64_t columns, int64_t valid, float* lane_sums) {
+// Turns the scores of one row, times `scale`, into weights e^(s - max) over its `valid` first positions, zero elsewhere.
+inline float softmax_row(float* scores, int64_t columns, int64_t valid, float scale, float* lane_sums) {
   Ints lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
   Vec best = broadcast(-INFINITE);
   for (int64_t i = 0; i < columns; i += LANES) {
-    const Vec s = lane < static_cast<int32_t>(valid - i) ? load(scores + i) : broadcast(-INFINITE);
+    const Vec s = lane < static_cast<int32_t>(valid - i) ? load(scores + i) * scale : broadcast(-INFINITE);
     store(scores + i, s);
     best = larger(best, s);
   }
@@ -88,18 +43,24 @@ inline float softmax_row(float* scores, int64_t columns, int64_t valid, float* l
   return maximum;
 }
 
-// The rows of one tile for one KV head, and one block at a time in float32.
+// The rows of one tile for one KV head, and one block at a time. Sums are float32. With bfloat16 and a processor that
+// multiplies it, factors stay bfloat16, two by two (`Pair`): the weights are rounded to it, queries and keys are it.
 template <typename T>
 class TileWorker {
  public:
-  TileWorker(int64_t rows, int64_t dim, int64_t block)
-      : dim_(dim), wide_(padded(dim)), block_(block), columns_(padded(block)), maxima_(rows), block_maxima_(rows + LANES),
+  static constexpr bool PAIRS = HAS_PAIRS && std::is_same_v<T, c10::BFloat16>;
+  using Factor = std::conditional_t<PAIRS, Pair, float>;
+  static constexpr int64_t EACH = PAIRS ? 2 : 1;  // values in a factor
+
+  TileWorker(int64_t rows, int64_t dim, int64_t block, float scale)
+      : dim_(dim), wide_(padded(dim)), block_(block), columns_(padded(block)), scale_(scale), maxima_(rows),
+        block_maxima_(rows + LANES),
         memory_(rows * (columns_ + 3 * wide_ + 2 * LANES) + dim * columns_ + block * wide_ + LANES, 0.0f) {
     float* next = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) % sizeof(Vec)) / sizeof(float);
     const auto take = [&next](int64_t size) { return std::exchange(next, next + padded(size)); };
-    keys_ = take(dim * columns_);
-    values_ = take(block * wide_);
-    queries_ = take(rows * dim);
+    keys_ = reinterpret_cast<Factor*>(take(dim * columns_));
+    values_ = reinterpret_cast<Factor*>(take(block * wide_));
+    queries_ = reinterpret_cast<Factor*>(take(rows * dim));
     weights_ = take(rows * columns_);
     partial_ = take(rows * wide_);
     output_ = take(rows * wide_);
@@ -113,29 +74,47 @@ class TileWorker {
     std::fill_n(totals_, rows * LANES, 0.0f);
   }
 
-  void set_query(int64_t row, const T* query, float scale) {
-    for (int64_t d = 0; d < dim_; d += LANES) store(queries_ + row * dim_ + d, load(query + d, dim_ - d) * scale, dim_ - d);
+  void set_query(int64_t row, const T* query) {
+    Factor* to = queries_ + row * (dim_ / EACH);
+    if constexpr (PAIRS) std::memcpy(to, query, dim_ * sizeof(T));
+    else for (int64_t d = 0; d < dim_; d += LANES) store(to + d, load(query + d, dim_ - d), dim_ - d);
   }
 
-  // Makes a block current for `attend`. For few rows it is read where it lies, else converted once.
-  void use_block(const T* k, const T* v, int64_t rows) {
-    direct_ = rows <= ROWS_AT_ONCE && wide_ == dim_ && columns_ == block_;
+  // Makes a block, of which `seen` positions count for some row, current for `attend`. For few rows it is read where
+  // it lies, else converted once.
+  void use_block(const T* k, const T* v, int64_t rows, int64_t seen) {
     k_ = k, v_ = v;
-    if (direct_) return;
-    for (int64_t d = 0; d < dim_; ++d)
-      for (int64_t j = 0; j < block_; j += LANES) store(keys_ + d * columns_ + j, load(k + d * block_ + j, block_ - j));
-    for (int64_t j = 0; j < block_; ++j)
-      for (int64_t d = 0; d < dim_; d += LANES) store(values_ + j * wide_ + d, load(v + j * dim_ + d, dim_ - d));
+    if constexpr (PAIRS) {
+      for (int64_t d = 0; d < dim_; d += 2)
+        for (int64_t j = 0; j < block_; j += LANES)
+          store(keys_ + d / 2 * columns_ + j, pairs(k + d * block_ + j, k + (d + 1) * block_ + j, block_ - j));
+      for (int64_t j = 0; j < seen; j += 2) {
+        // A value no row sees may be anything, and zero times that is not always zero.
+        const T* second = j + 1 < seen ? v + (j + 1) * dim_ : nullptr;
+        for (int64_t d = 0; d < dim_; d += LANES)
+          store(values_ + j / 2 * wide_ + d, pairs(v + j * dim_ + d, second ? second + d : nullptr, dim_ - d));
+      }
+    } else if (!(direct_ = rows <= ROWS_AT_ONCE && wide_ == dim_ && columns_ == block_)) {
+      for (int64_t d = 0; d < dim_; ++d)
+        for (int64_t j = 0; j < block_; j += LANES)
+          store(keys_ + d * columns_ + j, load(k + d * block_ + j, block_ - j));
+      for (int64_t j = 0; j < block_; ++j)
+        for (int64_t d = 0; d < dim_; d += LANES) store(values_ + j * wide_ + d, load(v + j * dim_ + d, dim_ - d));
+    }
   }
 
   // Adds the current block, of which the first `valid` positions count, to the rows [first, first + rows).
   void attend(int64_t first, int64_t rows, int64_t valid) {
-    if (direct_) product(queries_ + first * dim_, dim_, rows, k_, columns_, weights_, dim_);
-    else product(queries_ + first * dim_, dim_, rows, keys_, columns_, weights_, dim_);
-    for (int64_t r = 0; r < rows; ++r)
-      block_maxima_[r] = softmax_row(weights_ + r * columns_, columns_, valid, lane_sums_ + r * LANES);
-    if (direct_) product(weights_, columns_, rows, v_, wide_, partial_, valid);
-    else product(weights_, columns_, rows, values_, wide_, partial_, valid);
+    const Factor* queries = queries_ + first * (dim_ / EACH);
+    multiply(queries, dim_ / EACH, rows, k_, keys_, columns_, weights_, dim_ / EACH);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* weights = weights_ + r * columns_;
+      block_maxima_[r] = softmax_row(weights, columns_, valid, scale_, lane_sums_ + r * LANES);
+      if constexpr (PAIRS) round_in_place(weights);
+    }
+    const Factor* weights = reinterpret_cast<const Factor*>(weights_);
+    const int64_t depth = (valid + EACH - 1) / EACH;
+    multiply(weights, columns_, rows, v_, values_, wide_, partial_, depth);
     for (int64_t r = 0; r < rows; r += LANES) merge(first + r, r, std::min<int64_t>(LANES, rows - r));
   }
 
@@ -145,6 +124,21 @@ class TileWorker {
   }
 
  private:
+  // A product with the current block, read where it lies or as it was converted.
+  void multiply(const Factor* a, int64_t lda, int64_t rows, const T* lies, const Factor* converted, int64_t columns,
+                float* to, int64_t depth) const {
+    if constexpr (!PAIRS) {
+      if (direct_) return product(a, lda, rows, lies, columns, to, depth);
+    }
+    product(a, lda, rows, converted, columns, to, depth);
+  }
+
+  // The weights of a row as bfloat16 at its beginning, where the floats have been read already.
+  void round_in_place(float* weights) const {
+    for (int64_t j = 0; j < columns_; j += LANES)
+      store(reinterpret_cast<c10::BFloat16*>(weights) + j, load(weights + j));
+  }
+
   // Of two rescaling factors one is always exactly 1.
   void merge(int64_t row, int64_t part, int64_t rows) {
     const Vec before = load(maxima_.data() + row, rows), now = load(block_maxima_.data() + part, rows);
@@ -163,10 +157,12 @@ class TileWorker {
   }
 
   int64_t dim_, wide_, block_, columns_;
+  float scale_;
   const T *k_ = nullptr, *v_ = nullptr;
   bool direct_ = false;
   std::vector<float> maxima_, block_maxima_, memory_;
-  float *keys_, *values_, *queries_, *weights_, *partial_, *output_, *lane_sums_, *totals_;
+  Factor *keys_, *values_, *queries_;
+  float *weights_, *partial_, *output_, *lane_sums_, *totals_;
 };
 
 template <typename T>
@@ -186,7 +182,7 @@ struct Step {
     for (int64_t row = tile.row_begin; row < tile.row_end; ++row)
       for (int64_t g = 0; g < group; ++g)
         worker.set_query((row - tile.row_begin) * group + g,
-                         q + row * row_stride + (kv_head * group + g) * head_stride, scale);
+                         q + row * row_stride + (kv_head * group + g) * head_stride);
     for (int32_t s = tile.span_begin; s < tile.span_end; ++s) follow(spans[s], tile.row_begin, kv_head, worker);
     for (int64_t row = tile.row_begin; row < tile.row_end; ++row)
       for (int64_t g = 0; g < group; ++g)
@@ -198,7 +194,7 @@ struct Step {
     const int64_t end = std::min<int64_t>(span.block_end, *most / block + 1);
     for (int64_t index = span.block_begin; index < end; ++index) {
       const int64_t at = (tables[span.sequence * width + index] * kv_heads + kv_head) * dim * block;
-      worker.use_block(k + at, v + at, (span.row_end - span.row_begin) * group);
+      worker.use_block(k + at, v + at, (span.row_end - span.row_begin) * group, std::min(block, *most + 1 - index * block));
       if (*least >= (index + 1) * block - 1) {
         worker.attend((span.row_begin - first_row) * group, (span.row_end - span.row_begin) * group, block);
         continue;
@@ -218,7 +214,7 @@ void run_tasks(const Step<T>& step, int64_t tiles) {
   const int64_t tasks = tiles * step.kv_heads;
   std::atomic<int64_t> left{tasks};
   at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks), 1, [&](int64_t, int64_t) {
-    TileWorker<T> worker(most * step.group, step.dim, step.block);
+    TileWorker<T> worker(most * step.group, step.dim, step.block, step.scale);
     for (int64_t task; (task = --left) >= 0;) step.run(task / step.kv_heads, task % step.kv_heads, worker);
   });
 }

@@ -129,6 +129,38 @@ inline void store(c10::Half* to, Vec x) {
   for (int i = 0; i < LANES; ++i) to[i] = static_cast<c10::Half>(x[i]);
 }
 
+// Two bfloat16 as one factor: a pair of `a` times a pair of `b` adds both products. Where the processor has no
+// instruction for it nothing is computed in pairs.
+enum class Pair : uint32_t {};
+
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+inline Words broadcast(Pair x) { return static_cast<uint32_t>(x) - Words{}; }
+inline Words load(const Pair* from) {
+  Words x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+inline Vec fma(Words a, Words b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+#else
+constexpr bool HAS_PAIRS = false;
+inline Vec broadcast(Pair) { return {}; }
+inline Vec load(const Pair*) { return {}; }
+#endif
+
+inline Words load_bits(const c10::BFloat16* from, int64_t count) {
+  Shorts bits = {};
+  if (count >= LANES) std::memcpy(&bits, from, sizeof(bits));
+  else std::memcpy(&bits, from, 2 * count);
+  return __builtin_convertvector(bits, Words);
+}
+
+// The first `count` of one row paired with those of another, or with zeros.
+inline Words pairs(const c10::BFloat16* first, const c10::BFloat16* second, int64_t count) {
+  return load_bits(first, count) | (second ? load_bits(second, count) << 16 : Words{});
+}
+inline void store(Pair* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
+
 // The first `count` lanes only; the others read as `rest` and are not written.
 template <typename T>
 inline Vec load(const T* from, int64_t count, float rest = 0.0f) {
