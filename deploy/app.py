@@ -52,7 +52,7 @@ class RunningCluster:
     def wait(self) -> None:
         """Return when the application has died; a signal leaves by exception."""
         while _status() is ApplicationStatus.RUNNING:
-            time.sleep(1.0)
+            time.sleep(5.0)
 
     def drain(self) -> None:
         """Take no new requests, let running ones finish within Serve's bound, then stop everything."""

@@ -22,7 +22,7 @@
 namespace choral {
 namespace {
 
-// Turns the scores of one row, times `scale`, into weights e^(s - max) over its `valid` first positions, zero elsewhere.
+// Turns the scores of one row, times `scale`, into weights e^(s - max) over its `valid` first positions; the rest is 0.
 inline float softmax_row(float* scores, int64_t columns, int64_t valid, float scale, float* lane_sums) {
   Ints lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
@@ -194,7 +194,8 @@ struct Step {
     const int64_t end = std::min<int64_t>(span.block_end, *most / block + 1);
     for (int64_t index = span.block_begin; index < end; ++index) {
       const int64_t at = (tables[span.sequence * width + index] * kv_heads + kv_head) * dim * block;
-      worker.use_block(k + at, v + at, (span.row_end - span.row_begin) * group, std::min(block, *most + 1 - index * block));
+      const int64_t seen = std::min(block, *most + 1 - index * block);
+      worker.use_block(k + at, v + at, (span.row_end - span.row_begin) * group, seen);
       if (*least >= (index + 1) * block - 1) {
         worker.attend((span.row_begin - first_row) * group, (span.row_end - span.row_begin) * group, block);
         continue;

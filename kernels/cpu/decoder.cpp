@@ -25,7 +25,8 @@ at::Tensor linear(const at::Tensor& x, const Optional& weight, const Optional& b
           .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Optional&, std::string_view,
                             c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>)>();
   const bool alone = x.size(0) == 1;
-  const at::Tensor y = product.call(alone ? at::cat({x, x}) : x, *weight, bias, "none", c10::List<std::optional<at::Scalar>>(), "");
+  const c10::List<std::optional<at::Scalar>> none;
+  const at::Tensor y = product.call(alone ? at::cat({x, x}) : x, *weight, bias, "none", none, "");
   return alone ? y.narrow(0, 0, 1) : y;
 }
 
@@ -92,7 +93,8 @@ at::Tensor decode_layers(
 TORCH_LIBRARY_FRAGMENT(choral, library) {
   library.def(
       "decode_layers(Tensor hidden, Tensor?[] weights, Tensor cos_sin, Tensor positions, Tensor slots, "
-      "Tensor block_tables, Tensor tiles, Tensor spans, Tensor(a!) k_cache, Tensor(b!) v_cache, float scale, float eps, "
+      "Tensor block_tables, Tensor tiles, Tensor spans, Tensor(a!) k_cache, Tensor(b!) v_cache, float scale, "
+      "float eps, "
       "Tensor(c!)? memory, int[] widths, int rank, int sequence, float timeout_s) -> Tensor",
       decode_layers);
 }
