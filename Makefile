@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 QUESTION ?= Name a colour and say in one sentence why you like it.
 
-.PHONY: help install demo serve test test-fast test-slow test-gpu lint types clean distclean
+.PHONY: help install demo serve bench test test-fast test-slow test-gpu lint types clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,6 +31,9 @@ demo: install ## one question, four samples, live: starts a server, asks, stops 
 
 serve: install ## serve the embedded model on port 8000
 	$(BIN)/choral serve
+
+bench: install ## speed of a server started for it, and the engine's step over its floor; BENCH="..." adds options
+	$(BIN)/choral bench --serve --floor $(BENCH)
 
 test: install ## all tests but the slow ones and those for a GPU
 	$(BIN)/python -m pytest -m "not gpu and not slow"

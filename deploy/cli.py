@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deploy.bench import add_bench_options, run_bench
 from deploy.errors import CommandError
 from deploy.options import add_cluster_options
 from deploy.sample import add_sample_options, run_sample
@@ -22,6 +23,7 @@ examples:
   choral sample "Name a colour." -n 8       start a server, ask it, stop it
   choral serve --groups 2 --tp 2            two groups of two ranks, on port 8000
   choral sample "Name a colour." -n 8 --url http://127.0.0.1:8000
+  choral bench --serve                      measure a server started for it
 
 `choral COMMAND --help` lists the options of a command.
 """
@@ -61,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_cluster_options(command("serve", "Start a cluster and serve its HTTP API until Ctrl-C", run_serve))
     add_sample_options(command("sample", "Ask one question and watch its samples grow", run_sample))
+    add_bench_options(command("bench", "Measure a server, or two in turns, with a clock for every child", run_bench))
     command("version", "Print the version", run_version)
     return parser
 
