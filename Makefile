@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
-QUESTION ?= Name a colour and say in one sentence why you like it.
+QUESTION ?= What is a good breakfast? Answer in one sentence.
 
 .PHONY: help install demo serve bench test test-fast test-slow test-gpu lint types clean distclean
 .DEFAULT_GOAL := help
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: install ## one question, four samples, live: starts a server, asks, stops it
-	$(BIN)/choral sample "$(QUESTION)" -n 4 --max-tokens 64
+	$(BIN)/choral sample "$(QUESTION)" -n 4 --max-tokens 64 --temperature 0.5 --top-p 0.9
 
 serve: install ## serve the embedded model on port 8000
 	$(BIN)/choral serve

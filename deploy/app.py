@@ -83,6 +83,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
         device = resolve_device(config.device).type
         _check_shape(config, folder, device)
         port = _bindable(config.host, config.port)
+        _reach(config.address)
     except (ValueError, OSError, RuntimeError) as error:
         raise StartError(str(error)) from error
     say(ops.implementation(device))
@@ -118,6 +119,17 @@ def _bindable(host: str, port: int) -> int:
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
         return int(probe.getsockname()[1])
+
+
+def _reach(address: str | None) -> None:
+    """Ray itself takes minutes to say that nobody listens at host:port. Raises OSError naming the address."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise OSError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
 
 
 def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:

@@ -60,6 +60,7 @@ def test_a_group_that_cannot_be_placed_names_what_is_missing(embedded_model: Pat
         (ClusterConfig(tp=5), "tp must be from 1 to 3"),
         (ClusterConfig(model="/nowhere"), "/nowhere"),
         (ClusterConfig(max_model_len=10**6), "max_model_len"),
+        (ClusterConfig(address="127.0.0.1:9", port=0), "127.0.0.1:9"),
     ],
 )
 def test_what_no_group_can_load_is_said_before_ray_starts(embedded_model: Path, config: ClusterConfig, words: str):
