@@ -87,7 +87,13 @@ def serve(*options: str) -> Iterator[Server]:
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "deploy.cli", "serve", "--port", "0", *options]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_hear_interrupts,
     )
     try:
         url = _ready_url(process)
@@ -97,6 +103,11 @@ def serve(*options: str) -> Iterator[Server]:
         assert process.wait(STOP_S) == 0
     finally:
         _end(process, mark)
+
+
+def _hear_interrupts() -> None:
+    """Tests started in the background of a shell ignore Ctrl-C, and so would what they start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _ready_url(process: subprocess.Popen[str]) -> str:
