@@ -11,6 +11,7 @@ from deploy.cli import make_parser
 from deploy.client import Child, Family
 from deploy.errors import OptionError
 from deploy.sample import SAMPLING, replay, run_sample
+from tests.processes import hear_interrupts
 
 
 def parse(*line):
@@ -123,7 +124,9 @@ def test_bad_values_end_with_usage(line, capsys):
 def test_an_interrupt_hangs_up_and_exits_130(server, stop):
     server.script = server.endless
     command = [sys.executable, "-m", "deploy.cli", "sample", "Hi", "--url", server.url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_interrupts
+    )
     try:
         assert server.streaming.wait(20)
         assert not server.hung_up.is_set()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ import httpx
 import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.processes import hear_interrupts
 
 START_S = 180
 STOP_S = 60
@@ -93,7 +95,7 @@ def serve(*options: str) -> Iterator[Server]:
         text=True,
         env=environment,
         start_new_session=True,
-        preexec_fn=_hear_interrupts,
+        preexec_fn=hear_interrupts,
     )
     try:
         url = _ready_url(process)
@@ -103,11 +105,6 @@ def serve(*options: str) -> Iterator[Server]:
         assert process.wait(STOP_S) == 0
     finally:
         _end(process, mark)
-
-
-def _hear_interrupts() -> None:
-    """Tests started in the background of a shell ignore Ctrl-C, and so would what they start."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _ready_url(process: subprocess.Popen[str]) -> str:
@@ -132,13 +129,8 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
     assert not left, f"processes left behind: {left}"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(embedded_model: Path) -> Iterator[Server]:
     """One group, one rank, all defaults."""
     with serve() as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def start_server() -> Callable[..., object]:
-    return serve

@@ -10,7 +10,7 @@ from ray.util.state import list_actors
 
 from cluster.config import ClusterConfig
 from deploy.app import StartError, start
-from tests.system.conftest import Server, serve
+from tests.system.conftest import serve
 from tests.system.requests import choices, complete
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -19,8 +19,10 @@ REQUESTS = [{"n": 8, "logprobs": 2, "seed": seed, "top_p": top_p} for seed, top_
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server):
-    return [choices(complete(server.url, **request)) for request in REQUESTS]
+def expected(embedded_model: Path):
+    """The answers of one group of one rank, which then stops."""
+    with serve() as server:
+        return [choices(complete(server.url, **request)) for request in REQUESTS]
 
 
 @pytest.mark.parametrize(
