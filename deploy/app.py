@@ -9,14 +9,16 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from cluster.config import ClusterConfig
@@ -32,6 +34,10 @@ from workers.tensor_parallel import ShardPlan
 APP = "choral"
 DEPLOY_TIMEOUT_S = 600.0
 """Longest wait for the groups to load their model once they are placed."""
+DRAIN_S = 600.0
+"""Longest wait for running requests when the cluster is asked to end."""
+LAST_BYTES_S = 0.5
+"""What the HTTP proxy needs to pass on the end of the last replies."""
 
 Say = Callable[[str], None]
 
@@ -55,9 +61,11 @@ class RunningCluster:
             time.sleep(5.0)
 
     def drain(self) -> None:
-        """Take no new requests, let running ones finish within Serve's bound, then stop everything."""
+        """Take no new requests, let running ones finish for at most `DRAIN_S`, then stop everything."""
         if not self._stopped:
-            serve.delete(APP, _blocking=True)
+            with suppress(RayError, RayServeException, TimeoutError):
+                serve.get_app_handle(APP).drain.remote().result(timeout_s=DRAIN_S)
+                time.sleep(LAST_BYTES_S)
         self.stop()
 
     def stop(self) -> None:

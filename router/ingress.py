@@ -51,11 +51,15 @@ class Ingress:
         self._limits = RouterLimits(max_n=config.max_n, max_children=config.max_children)
         self._aggregator = _make_aggregator(folder)
         await self._aggregator.ping.remote()
-        self._groups = groups
-        self._model = await _await_model(groups, model_name, folder)
+        model = await _await_model(groups, model_name, folder)
+        self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex())
+
+    async def drain(self) -> None:
+        """See `RayEngine.drain`."""
+        await self._engine.drain()
 
     def __serve_build_asgi_app__(self) -> Any:
-        engine = RayEngine(self._model, self._groups, self._aggregator, self._aggregator._actor_id.hex())
+        engine = self._engine
         app = create_app(engine, self._limits)
 
         @asynccontextmanager

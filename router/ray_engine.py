@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from ray.exceptions import RayError
@@ -30,6 +30,8 @@ ANSWER_S = 10.0
 CALL_TIMEOUT_S = 60.0
 """A group that does not take or drop a family for so long counts as lost."""
 
+DRAIN_POLL_S = 0.1
+
 
 class RayEngine:
     """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `sink` its name."""
@@ -42,6 +44,8 @@ class RayEngine:
         self._dispatcher = Dispatcher()
         self._stats: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._active = 0
+        self._draining = False
         # Ray cancels the calls a cancelled request has made, as their parent stands in the context. Cleaning up must
         # not be one of them: it runs in the context this object was made in.
         self._context = contextvars.copy_context()
@@ -51,7 +55,13 @@ class RayEngine:
         return self._model
 
     async def healthy(self) -> bool:
-        return bool(self._dispatcher.groups)
+        return bool(self._dispatcher.groups) and not self._draining
+
+    async def drain(self) -> None:
+        """Take no new parents; returns when those under way have been answered and freed."""
+        self._draining = True
+        while self._active or self._tasks:
+            await asyncio.sleep(DRAIN_POLL_S)
 
     async def metrics(self) -> str:
         await self.refresh()
@@ -85,6 +95,7 @@ class RayEngine:
         return [answer for answer in answers if isinstance(answer, dict)]
 
     async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
+        self._active += 1
         try:
             await self._start(parent, stream=True)
             async for ref in self._aggregator.updates.remote(parent.parent_id):
@@ -97,6 +108,7 @@ class RayEngine:
             self._close_later(parent)
 
     async def complete(self, parent: ParentRequest) -> ParentResult:
+        self._active += 1
         try:
             await self._start(parent, stream=False)
             result: ParentResult = await self._aggregator.result.remote(parent.parent_id)
@@ -113,13 +125,19 @@ class RayEngine:
 
     async def _start(self, parent: ParentRequest, *, stream: bool) -> None:
         """Place every family, open the parent, send one call per group. Raises NoHealthyGroupError."""
+        if self._draining:
+            raise NoHealthyGroupError("the server is shutting down")
         try:
             by_group = self._place(parent)
         except NoGroupError as error:
             raise NoHealthyGroupError("no group is ready") from error
         placement = {c.index: group for group, families in by_group.items() for f in families for c in f.children}
         await self._aggregator.open.remote(parent, stream=stream, placement=placement)
-        await asyncio.gather(*(self._submit(group, families) for group, families in by_group.items()))
+        await asyncio.gather(*(self._apart(self._submit(group, families)) for group, families in by_group.items()))
+
+    def _apart(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `call` outside the request's context: Serve gives all calls made in it one id, and takes them for one."""
+        return asyncio.get_running_loop().create_task(call, context=self._context.copy())
 
     def _place(self, parent: ParentRequest) -> dict[str, list[FamilyRequest]]:
         by_group: defaultdict[str, list[FamilyRequest]] = defaultdict(list)
@@ -139,8 +157,9 @@ class RayEngine:
 
     def _close_later(self, parent: ParentRequest) -> None:
         """Free everything of a parent in a task of its own, out of reach of the request's cancellation."""
+        self._active -= 1
         self._dispatcher.release(parent.parent_id, range(parent.num_children))
-        task = asyncio.get_running_loop().create_task(self._close(parent), context=self._context.copy())
+        task = self._apart(self._close(parent))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -150,10 +169,13 @@ class RayEngine:
             for group, child in await self._aggregator.close.remote(parent.parent_id):
                 by_group[group].append(child)
             for group, children in by_group.items():
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    await self._groups.abort.remote(group, children)
+                await self._apart(self._abort(group, children))
         except (RayError, TimeoutError) as error:
             log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)
+
+    async def _abort(self, group: str, children: list[ChildRef]) -> None:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            await self._groups.abort.remote(group, children)
 
 
 def _generation_error(error: RayError) -> GenerationError:

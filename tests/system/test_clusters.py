@@ -1,9 +1,11 @@
 """Clusters of other shapes answer with the same bits as one group of one rank; what cannot be placed says why."""
 
+import signal
 import socket
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 import ray
 from ray.util.state import list_actors
@@ -11,7 +13,7 @@ from ray.util.state import list_actors
 from cluster.config import ClusterConfig
 from deploy.app import StartError, start
 from tests.system.conftest import serve
-from tests.system.requests import choices, complete
+from tests.system.requests import choices, complete, stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -38,6 +40,28 @@ def test_c2_another_run_of_another_shape_gives_the_same_bits(expected, options: 
     with serve(*options) as other:
         assert [choices(complete(other.url, **request)) for request in REQUESTS] == expected
         other.wait_until_idle(5)
+
+
+def test_prompts_of_one_request_go_to_several_groups(embedded_model: Path):
+    prompts = ["The sea is", "A good friend is", "In the morning"]
+    with serve("--groups", "2") as other:
+        first, *others = [
+            choices(complete(other.url, prompt=prompts, n=2, logprobs=0, max_tokens=4)) for _ in range(12)
+        ]
+        assert len(first) == 6 and all(again == first for again in others)
+        other.wait_until_idle(5)
+
+
+def test_an_interrupt_lets_running_requests_finish_and_refuses_new_ones(embedded_model: Path):
+    with serve() as server:
+        events = stream(server.url, n=2, max_tokens=300, ignore_eos=True)
+        finishes = [c["finish_reason"] for c in next(events)["choices"]]
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi"})
+        finishes += [c["finish_reason"] for event in events for c in event["choices"]]
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
+        assert [reason for reason in finishes if reason] == ["length", "length"]
 
 
 def test_a_family_of_64_in_waves_with_memory_for_five(embedded_model: Path):
