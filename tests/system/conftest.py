@@ -101,7 +101,8 @@ def serve(*options: str) -> Iterator[Server]:
         url = _ready_url(process)
         model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
         yield Server(url, model, process, mark)
-        process.send_signal(signal.SIGINT)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
         assert process.wait(STOP_S) == 0
     finally:
         _end(process, mark)

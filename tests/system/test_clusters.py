@@ -62,6 +62,7 @@ def test_an_interrupt_lets_running_requests_finish_and_refuses_new_ones(embedded
         finishes += [c["finish_reason"] for event in events for c in event["choices"]]
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
         assert [reason for reason in finishes if reason] == ["length", "length"]
+        assert server.process.wait(60) == 0
 
 
 def test_a_family_of_64_in_waves_with_memory_for_five(embedded_model: Path):
