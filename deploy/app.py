@@ -6,7 +6,9 @@ Called by the CLI and by tests. What is started here is stopped here; a Ray clus
 import io
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
@@ -88,6 +90,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     started = time.monotonic()
     try:
         folder = resolve(config.model)
+        tokenizer_folder(folder)
         device = resolve_device(config.device).type
         _check_shape(config, folder, device)
         port = _bindable(config.host, config.port)
@@ -154,8 +157,11 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    terminate = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, configure_logging=False, **options)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)  # Ray's own handler aborts the process
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 
