@@ -87,14 +87,11 @@ class EngineDriver:
             log.warning("aggregator lost, dropping its children: %s", error)
             self.call(lambda engine: self._drop_sink(engine, name))
 
-        return Outbox(self._group, sink, lambda refs: self._post(lambda engine: engine.abort(refs)), lost)
+        return Outbox(self._group, sink, lambda refs: self.call(lambda engine: engine.abort(refs)), lost)
 
     def _drop_sink(self, engine: Engine, name: str) -> None:
         engine.abort_sink(name)
         self._outboxes.pop(name, None)
-
-    def _post(self, function: Callable[[Engine], None]) -> None:
-        self.call(function)
 
     def stop(self) -> None:
         """Leave the thread after the current step; work that is left is dropped."""

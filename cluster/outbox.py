@@ -36,7 +36,7 @@ class Outbox:
         self,
         group: str,
         sink: OutputSink,
-        on_stop: Callable[[list[ChildRef]], None],
+        on_stop: Callable[[list[ChildRef]], object],
         on_lost: Callable[[BaseException], None],
     ) -> None:
         self._group = group

@@ -107,10 +107,6 @@ class WorkerGroup:
         """What this group is and does. Answers during a long step: slow is not dead."""
         return {"group": self.group, "about": self._about, **self._driver.stats}
 
-    async def rank_stats(self, group: str) -> list[dict[str, int]]:
-        """What the other ranks hold."""
-        return list(await asyncio.gather(*(rank.stats.remote() for rank in self._ranks)))
-
     def check_health(self) -> None:
         if self._driver.failure is not None:
             raise RuntimeError(self._driver.failure)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -90,7 +91,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     started = time.monotonic()
     try:
         folder = resolve(config.model)
-        tokenizer_folder(folder)
+        tokenizer = tokenizer_folder(folder)
         device = resolve_device(config.device).type
         _check_shape(config, folder, device)
         port = _bindable(config.host, config.port)
@@ -102,7 +103,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     try:
         wait_for_room(config, device, say)
         name = config.served_name or folder.name
-        _deploy(config, port, folder, name, device)
+        _deploy(config, port, tokenizer, name, device)
         _wait_until_running(say)
     except BaseException as error:
         _stop(config.address is None)
@@ -116,9 +117,8 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
 def _check_shape(config: ClusterConfig, folder: Path, device: str) -> None:
     """Find here what would stop every group: an unsupported model, a group size it cannot be cut into, lengths."""
     model = ModelConfig.from_folder(folder)
-    ShardPlan.build(model, config.tp, exact=device == "cpu" if config.exact_tp is None else config.exact_tp)
-    if config.max_model_len is not None and config.max_model_len > model.max_len:
-        raise ValueError(f"max_model_len {config.max_model_len} is more than the model's {model.max_len}")
+    ShardPlan.build(model, config.tp, exact=config.engine(str(folder)).shards_exactly(device))
+    model.checked_len(config.max_model_len)
 
 
 def _bindable(host: str, port: int) -> int:
@@ -166,15 +166,15 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 
 
-def _deploy(config: ClusterConfig, port: int, folder: Path, name: str, device: str) -> None:
+def _deploy(config: ClusterConfig, port: int, tokenizer: Path, name: str, device: str) -> None:
     logs = LoggingConfig(enable_access_log=False)
     serve.start(http_options=HTTPOptions(host=config.host, port=port), logging_config=logs)
-    engine = config.engine(str(folder))
-    options = {field: getattr(engine, field) for field in engine.__dataclass_fields__ if field != "model_folder"}
+    options = asdict(config.engine(""))
+    del options["model_folder"]  # each group resolves the model on its own node
     groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     router = serve.deployment(Ingress).options(**router_options())
     bound = groups.bind(config.model, options, _threads(config, device))
-    app = router.bind(config, str(tokenizer_folder(folder)), name, bound)
+    app = router.bind(config, str(tokenizer), name, bound)
     targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.bench_load import WARM_UP, Grid, Prefix, Row, Workload
 from deploy.errors import CommandError, OptionError
-from deploy.options import add_cluster_options, cluster_config, given, option_name
+from deploy.options import add_cluster_options, cluster_config, given, own_server_config, refuse_server_options
 from deploy.serve import running_cluster, say
 from workers.sampling_params import SamplingParams
 
@@ -127,12 +127,8 @@ def _check_servers(args: argparse.Namespace) -> None:
         raise OptionError(f"--json {args.json}: there is no such folder")
     if args.model2 is not None and args.compare is None:
         raise OptionError("--model2 is the name at --compare, which is missing")
-    if args.serve:
-        return
-    alien = [option_name(name) for name in given(args) if name != "model"]
-    alien += [option for option, value in (("--config", args.config), ("--floor", args.floor or None)) if value]
-    if alien:
-        raise OptionError(f"{', '.join(alien)}: only for a server started here, not with --url")
+    if not args.serve:
+        refuse_server_options(args, *(["--floor"] if args.floor else []))
 
 
 @contextlib.contextmanager
@@ -141,7 +137,7 @@ def _first_server(args: argparse.Namespace) -> Iterator[tuple[str, str | None]]:
     if args.url is not None:
         yield args.url, given(args).get("model")
         return
-    config = cluster_config(args, **({} if "port" in given(args) else {"port": 0}))
+    config = own_server_config(args)
     if max(args.n) > config.max_n:
         raise OptionError(f"n {max(args.n)} is more than max_n ({config.max_n}) allows; see --max-n")
     with running_cluster(config) as cluster:

@@ -38,6 +38,20 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     return {key.removeprefix(_DEST): value for key, value in vars(args).items() if key.startswith(_DEST)}
 
 
+def refuse_server_options(args: argparse.Namespace, *others: str) -> None:
+    """For a command that asks a running server: raises OptionError naming what only starts one, and `others`."""
+    alien = [option_name(name) for name in given(args) if name != "model"]
+    alien += ["--config"] if args.config is not None else []
+    alien += others
+    if alien:
+        raise OptionError(f"{', '.join(alien)}: only for a server started here, not with --url")
+
+
+def own_server_config(args: argparse.Namespace) -> ClusterConfig:
+    """As `cluster_config`, on a free port unless one is given: for a server that a command starts for itself."""
+    return cluster_config(args, **({} if "port" in given(args) else {"port": 0}))
+
+
 def cluster_config(args: argparse.Namespace, **overrides: Any) -> ClusterConfig:
     """The YAML file, if any, with the options given on the command line on top, `overrides` on top of both.
 

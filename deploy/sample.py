@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from deploy.errors import OptionError
-from deploy.options import add_cluster_options, cluster_config, given, option_name
+from deploy.options import add_cluster_options, given, option_name, own_server_config, refuse_server_options
 from deploy.serve import running_cluster
 from workers.sampling_params import SamplingParams
 
@@ -162,15 +162,11 @@ def _view(args: argparse.Namespace, family: "Family") -> "View":
 @contextlib.contextmanager
 def _server(args: argparse.Namespace, children: int) -> Iterator[tuple[str, str | None]]:
     """The address to ask, and the name of the model there if it is known already."""
-    options = given(args)
     if args.url is not None:
-        alien = [option_name(name) for name in options if name != "model"]
-        alien += ["--config"] if args.config is not None else []
-        if alien:
-            raise OptionError(f"{', '.join(alien)}: only for a server started here, not with --url")
-        yield args.url, options.get("model")
+        refuse_server_options(args)
+        yield args.url, given(args).get("model")
         return
-    config = cluster_config(args, **({} if "port" in options else {"port": 0}))
+    config = own_server_config(args)
     if children > config.max_n:
         raise OptionError(f"{children} samples are more than max_n ({config.max_n}) allows; see --max-n")
     with running_cluster(config) as cluster:

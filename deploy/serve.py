@@ -33,7 +33,6 @@ def run_serve(args: argparse.Namespace) -> int:
             cluster.wait()
         except KeyboardInterrupt:
             say("Draining: no new requests, running ones finish. Ctrl-C again stops at once.")
-            interrupt_on_sigterm()
             cluster.drain()
             return 0
     raise CommandError("the cluster stopped on its own; its log says why")
@@ -51,12 +50,11 @@ def running_cluster(config: ClusterConfig) -> Iterator["RunningCluster"]:
     except StartError as error:
         raise CommandError(str(error)) from error
     with cluster:
-        interrupt_on_sigterm()
         yield cluster
 
 
 def interrupt_on_sigterm() -> None:
-    """Make SIGTERM end this process as Ctrl-C does; again after a start, as Ray sets its own handler."""
+    """Make SIGTERM end this process as Ctrl-C does."""
     signal.signal(signal.SIGTERM, _interrupt)
 
 

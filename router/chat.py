@@ -13,7 +13,7 @@ from router.errors import ApiError, Fault
 from router.plan import Plan, TokenBudget, check_limits, make_plan, sampling_params, truncated
 from router.protocol import ChatCompletionRequest
 from router.serving import Serving
-from router.streaming import ChunkWriter, compact, quoted, usage_body
+from router.streaming import ChunkWriter, compact, quoted, reply_body
 
 
 def respond(serving: Serving, request: ChatCompletionRequest, request_id: str) -> Response:
@@ -105,14 +105,9 @@ class ChatFormat:
         return ChatWriter(plan, self._top)
 
     def reply(self, plan: Plan, result: ParentResult) -> dict[str, Any]:
+        choices = [self._choice(plan, choice) for choice in result.choices]
         return {
-            "id": plan.reply_id,
-            "object": "chat.completion",
-            "created": plan.created,
-            "model": plan.model,
-            "choices": [self._choice(plan, choice) for choice in result.choices],
-            "usage": usage_body(result.usage),
-            "seed": plan.parent.params.seed,
+            **reply_body(plan, "chat.completion", choices, result.usage),
             "prompt_token_ids": list(plan.parent.prompts[0]) if plan.return_token_ids else None,
             "prompt_logprobs": None,
         }

@@ -14,7 +14,7 @@ from router.errors import ApiError, Fault
 from router.plan import Plan, TokenBudget, check_limits, check_token_ids, make_plan, sampling_params, truncated
 from router.protocol import CompletionRequest
 from router.serving import Serving
-from router.streaming import ChunkWriter, compact, quoted, usage_body
+from router.streaming import ChunkWriter, compact, quoted, reply_body
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -129,15 +129,8 @@ class CompletionFormat:
         return CompletionWriter(plan)
 
     def reply(self, plan: Plan, result: ParentResult) -> dict[str, Any]:
-        return {
-            "id": plan.reply_id,
-            "object": "text_completion",
-            "created": plan.created,
-            "model": plan.model,
-            "choices": [self._choice(plan, choice) for choice in result.choices],
-            "usage": usage_body(result.usage),
-            "seed": plan.parent.params.seed,
-        }
+        choices = [self._choice(plan, choice) for choice in result.choices]
+        return reply_body(plan, "text_completion", choices, result.usage)
 
     def _choice(self, plan: Plan, choice: ChoiceDelta) -> dict[str, Any]:
         number = plan.parent.prompt_number(choice.index)

@@ -5,7 +5,6 @@ place where HTTP, dispatcher and aggregator meet.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,8 +22,6 @@ from router.app import create_app
 from router.engine import ModelInfo
 from router.limits import RouterLimits
 from router.ray_engine import RayEngine
-
-log = logging.getLogger(__name__)
 
 READY_POLL_S = 0.25
 

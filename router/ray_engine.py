@@ -46,8 +46,6 @@ class RayEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._active = 0
         self._draining = False
-        # Ray cancels the calls a cancelled request has made, as their parent stands in the context. Cleaning up must
-        # not be one of them: it runs in the context this object was made in.
         self._context = contextvars.copy_context()
 
     @property
@@ -136,7 +134,11 @@ class RayEngine:
         await asyncio.gather(*(self._apart(self._submit(group, families)) for group, families in by_group.items()))
 
     def _apart(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `call` outside the request's context: Serve gives all calls made in it one id, and takes them for one."""
+        """Run `call` in the context this object was made in, outside that of the request.
+
+        Serve gives all calls made in a request's context one id, and takes them for one. Ray cancels them with the
+        request, and cleaning up must not be among them.
+        """
         return asyncio.get_running_loop().create_task(call, context=self._context.copy())
 
     def _place(self, parent: ParentRequest) -> dict[str, list[FamilyRequest]]:
@@ -169,13 +171,10 @@ class RayEngine:
             for group, child in await self._aggregator.close.remote(parent.parent_id):
                 by_group[group].append(child)
             for group, children in by_group.items():
-                await self._apart(self._abort(group, children))
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    await self._groups.abort.remote(group, children)
         except (RayError, TimeoutError) as error:
             log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)
-
-    async def _abort(self, group: str, children: list[ChildRef]) -> None:
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            await self._groups.abort.remote(group, children)
 
 
 def _generation_error(error: RayError) -> GenerationError:

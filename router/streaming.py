@@ -39,6 +39,19 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
+def reply_body(plan: Plan, kind: str, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    """What a whole reply of either route has around its choices."""
+    return {
+        "id": plan.reply_id,
+        "object": kind,
+        "created": plan.created,
+        "model": plan.model,
+        "choices": choices,
+        "usage": usage_body(usage),
+        "seed": plan.parent.params.seed,
+    }
+
+
 def child_failure(delta: ChoiceDelta) -> ApiError:
     """The error of a parent one of whose children failed; it names the child."""
     message = f"choice {delta.index} failed: {clip(delta.error or 'no reason given')}"

@@ -87,10 +87,6 @@ class BlockManager:
             digests.append(digest)
         return blocks, digests
 
-    def num_new(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` would leave the free list if shared."""
-        return sum(self._references[block] == 0 for block in blocks)
-
     def check(self, tables: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError unless the reference counts are exactly those of `tables`."""
         expected = [0] * self.num_blocks

@@ -36,6 +36,10 @@ class EngineConfig:
     collective_timeout_s: float = 60.0
     """A rank that does not answer for so long is taken for lost."""
 
+    def shards_exactly(self, device_type: str) -> bool:
+        """`exact_tp`, with its default for a kind of device."""
+        return device_type == "cpu" if self.exact_tp is None else self.exact_tp
+
     def __post_init__(self) -> None:
         for name, ok in (
             ("dtype", self.dtype in DTYPES),

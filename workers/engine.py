@@ -89,9 +89,6 @@ class Engine:
         for parent_id, indices in by_parent.items():
             self._finish(self.scheduler.find(parent_id, indices))
 
-    def abort_parent(self, parent_id: str) -> None:
-        self._finish(self.scheduler.find(parent_id))
-
     def abort_sink(self, sink: str) -> None:
         """Stop everything that reports to a sink that is gone."""
         for family in [f for f in self.scheduler.families.values() if f.request.sink == sink]:

@@ -80,24 +80,17 @@ def load_model(
     """
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    if config.sliding_window is not None:
+        _log.warning("sequences end at the sliding window of %d tokens", config.sliding_window)
     plan = ShardPlan.build(config, comm.size, exact=exact)
     checkpoint = Checkpoint(folder, dtype, device)
     build = LayerBuilder(checkpoint, config, plan, comm)
-    model = CausalLM(build, dtype=dtype, device=device, max_len=_checked_len(config, max_len))
+    model = CausalLM(build, dtype=dtype, device=device, max_len=config.checked_len(max_len))
     if config.tied and _HEAD in checkpoint:
         _check_tie(checkpoint, config, plan.vocab.of(comm.rank))
     if unused := checkpoint.unused():
         raise ValueError(f"{folder}: unexpected tensors: {', '.join(unused)}")
     return model
-
-
-def _checked_len(config: ModelConfig, max_len: int | None) -> int:
-    if config.sliding_window is not None:
-        _log.warning("sequences end at the sliding window of %d tokens", config.sliding_window)
-    if max_len is not None and max_len > config.max_len:
-        window = "" if config.sliding_window is None else ", the sliding window"
-        raise ValueError(f"max_model_len {max_len} is more than the model's {config.max_len}{window}")
-    return max_len or config.max_len
 
 
 def _check_tie(checkpoint: Checkpoint, config: ModelConfig, rows: slice) -> None:

@@ -143,8 +143,3 @@ class CausalLM:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] to logits [R, V] of the whole vocabulary, on every rank, in the model's data type."""
         return self.head(hidden)
-
-    @torch.inference_mode()
-    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] to the logits of this rank's part of the vocabulary, tokens `plan.vocab.of(rank)`."""
-        return self.head.local(hidden)

@@ -153,6 +153,13 @@ class ModelConfig:
         """Longest sequence computed exactly: within a sliding window, full attention is the same."""
         return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
+    def checked_len(self, wanted: int | None) -> int:
+        """`wanted`, by default all that is possible. Raises ValueError naming max_model_len if it is more."""
+        if wanted is not None and wanted > self.max_len:
+            window = "" if self.sliding_window is None else ", the sliding window"
+            raise ValueError(f"max_model_len {wanted} is more than the model's {self.max_len}{window}")
+        return wanted or self.max_len
+
     @property
     def group_size(self) -> int:
         """Query heads per KV head."""

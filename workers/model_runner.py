@@ -27,13 +27,12 @@ class ModelRunner:
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.model_config = ModelConfig.from_folder(config.model_folder)
-        self.exact_tp = self.device.type == "cpu" if config.exact_tp is None else config.exact_tp
         self.model = load_model(
             config.model_folder,
             dtype=self.dtype,
             device=self.device,
             comm=comm,
-            exact=self.exact_tp,
+            exact=config.shards_exactly(self.device.type),
             max_len=config.max_model_len,
         )
         num_blocks = self._num_blocks(config)

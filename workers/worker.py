@@ -53,7 +53,3 @@ class RankWorker:
         except Exception:
             log.exception("rank %d cannot go on", self._rank)
             os._exit(1)
-
-    def stats(self) -> dict[str, int]:
-        """This rank keeps no record of requests: only whether it follows."""
-        return {"rank": self._rank, "following": int(self._loop is not None and self._loop.is_alive())}

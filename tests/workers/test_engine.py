@@ -178,7 +178,7 @@ def test_c5_aborts_in_every_phase_leave_nothing(lab: Lab):
         for _ in range(phase):
             engine.step()
         engine.abort([ChildRef("p", 1), ChildRef("p", 1), ChildRef("unknown", 0)])
-        engine.abort_parent("q")
+        engine.abort([ChildRef("q", 0), ChildRef("q", 1)])
         engine.scheduler.check()
         engine.abort_sink("sink")
         assert not engine.has_work and engine.blocks.num_used == 0
