@@ -87,4 +87,6 @@ def _prompt_items(starts: Tensor, counts: Tensor, lens: Tensor) -> Tensor:
     offset = (torch.arange(len(sequence)) - _exclusive_sum(tiles)[sequence]) * TOKENS
     rows = (counts[sequence] - offset).clamp(max=TOKENS)
     last = lens[sequence] - counts[sequence] + offset + rows - 1
-    return torch.stack([starts[sequence] + offset, rows, sequence, torch.zeros_like(rows), last // CHUNK + 1], 1).flip(0)
+    return torch.stack([starts[sequence] + offset, rows, sequence, torch.zeros_like(rows), last // CHUNK + 1], 1).flip(
+        0
+    )

@@ -6,8 +6,6 @@ and their rows share only what is loaded, so sharing, neighbours and chunked pro
 `kernels.ops`.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,15 @@ _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _blend(maximum: Any, total: Any, values: Any, part_maximum: Any, part_total: Any, part_values: Any, scale: Any):
+def _blend(
+    maximum: tl.tensor,
+    total: tl.tensor,
+    values: tl.tensor,
+    part_maximum: tl.tensor,
+    part_total: tl.tensor,
+    part_values: tl.tensor,
+    scale: tl.tensor,
+):
     """Merge a partial result, [R], [R] and [R, D], into a running one. One of the two factors is exactly 1.
 
     Additions are explicit fused ones: left to the compiler, two kernels might round differently.
@@ -43,7 +49,7 @@ def _blend(maximum: Any, total: Any, values: Any, part_maximum: Any, part_total:
 
 @triton.jit
 def _chunk(
-    query: Any, position: Any, index: Any, seen: Any, table: Any, k: Any, v: Any, block_stride: Any, scale: Any,
+    query: tl.tensor, position: tl.tensor, index: tl.tensor, seen: tl.tensor, table: tl.tensor, k: tl.tensor, v: tl.tensor, block_stride: tl.tensor, scale: tl.tensor,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Partial result of query rows [R, WIDE] at `position` [R] from one chunk, of which positions below `seen` count.
@@ -68,8 +74,8 @@ def _chunk(
 
 @triton.jit
 def _partials(
-    q: Any, positions: Any, tables: Any, width: Any, items: Any, count: Any, states: Any, k: Any, v: Any,
-    block_stride: Any, token_stride: Any, head_stride: Any, scale: Any, part_values: Any, part_stats: Any,
+    q: tl.tensor, positions: tl.tensor, tables: tl.tensor, width: tl.tensor, items: tl.tensor, count: tl.tensor, states: tl.tensor, k: tl.tensor, v: tl.tensor,
+    block_stride: tl.tensor, token_stride: tl.tensor, head_stride: tl.tensor, scale: tl.tensor, part_values: tl.tensor, part_stats: tl.tensor,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -100,9 +106,7 @@ def _partials(
                     query, position, index, seen, table, k + kv_head * DIM * BLOCK, v + kv_head * DIM * BLOCK,
                     block_stride, scale, DIM, WIDE, BLOCK, CHUNK,
                 )  # fmt: skip
-                maximum, total, values = _blend(
-                    maximum, total, values, new_maximum, new_total, new_values, scale
-                )
+                maximum, total, values = _blend(maximum, total, values, new_maximum, new_total, new_values, scale)
             state = (tl.load(states + token, mask=mine, other=0) + first).to(tl.int64) * (GROUP * KV_HEADS) + head
             tl.store(part_stats + state * 2, maximum, mask=mine)
             tl.store(part_stats + state * 2 + 1, total, mask=mine)
@@ -111,7 +115,7 @@ def _partials(
 
 @triton.jit
 def _merge(
-    states: Any, part_values: Any, part_stats: Any, out: Any, scale: Any,
+    states: tl.tensor, part_values: tl.tensor, part_stats: tl.tensor, out: tl.tensor, scale: tl.tensor,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Each program: one head of one row. A row without partial results, as padding is, gives zeros."""
@@ -153,10 +157,19 @@ def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: 
         q, batch.positions, batch.block_tables, batch.block_tables.stride(0), plan.items, plan.count, plan.states,
         kv.k[layer], kv.v[layer], kv.k.stride(1), q.stride(0), q.stride(1), scale * _LOG2_E, values, stats,
         GROUP=group, KV_HEADS=kv_heads, DIM=dim, WIDE=wide, BLOCK=kv.block_size, CHUNK=CHUNK, ROWS=rows,
-        num_warps=rows // 16, num_stages=_stages(wide, kv.k.element_size()),
+        num_warps=rows // 16, enable_fp_fusion=False, num_stages=_stages(wide, kv.k.element_size()),
     )  # fmt: skip
     _merge[tokens, heads](
-        plan.states, values, stats, out, scale * _LOG2_E, HEADS=heads, DIM=dim, WIDE=wide, num_warps=1
+        plan.states,
+        values,
+        stats,
+        out,
+        scale * _LOG2_E,
+        HEADS=heads,
+        DIM=dim,
+        WIDE=wide,
+        num_warps=1,
+        enable_fp_fusion=False,
     )
     return out
 

@@ -4,8 +4,6 @@ Arithmetic is float32 and rounds where `kernels.reference` does. A program sees 
 cannot change its bits. Called by `kernels.ops`.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,15 @@ _COLUMNS = 1024
 
 @triton.jit
 def _rms_norm(
-    x: Any, residual: Any, weight: Any, out: Any, total: Any, size: Any, eps: Any, ADD: tl.constexpr, WIDE: tl.constexpr
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    total: tl.tensor,
+    size: tl.tensor,
+    eps: tl.tensor,
+    ADD: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """One row of `size` values. With ADD the residual comes first, and the rounded sum is stored in `total`."""
     at = tl.program_id(0).to(tl.int64) * size
@@ -37,7 +43,7 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up: Any, out: Any, size: Any, WIDE: tl.constexpr):
+def _silu_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     inside = column < size
@@ -48,7 +54,7 @@ def _silu_mul(gate_up: Any, out: Any, size: Any, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _rotated(x: Any, cos_sin: Any, dim: Any, inside: Any, HALF: tl.constexpr):
+def _rotated(x: tl.tensor, cos_sin: tl.tensor, dim: tl.tensor, inside: tl.tensor, HALF: tl.constexpr):
     """Both halves of one head, turned; the table row is HALF cosines, then HALF sines."""
     low = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(x + HALF + dim, mask=inside, other=0.0).to(tl.float32)
@@ -59,8 +65,8 @@ def _rotated(x: Any, cos_sin: Any, dim: Any, inside: Any, HALF: tl.constexpr):
 
 @triton.jit
 def _rope_and_cache(
-    q: Any, k: Any, v: Any, cos_sin: Any, positions: Any, slots: Any, k_cache: Any, v_cache: Any, out: Any,
-    q_stride: Any, k_stride: Any, v_stride: Any, q_head: Any, k_head: Any, v_head: Any, block_stride: Any,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, cos_sin: tl.tensor, positions: tl.tensor, slots: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
+    q_stride: tl.tensor, k_stride: tl.tensor, v_stride: tl.tensor, q_head: tl.tensor, k_head: tl.tensor, v_head: tl.tensor, block_stride: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): a query head, or one key head and its value. A negative slot is written nowhere."""
@@ -90,7 +96,9 @@ def _rope_and_cache(
 
 
 @triton.jit
-def _copy_blocks(k: Any, v: Any, pairs: Any, layer_stride: Any, block_stride: Any, WIDE: tl.constexpr):
+def _copy_blocks(
+    k: tl.tensor, v: tl.tensor, pairs: tl.tensor, layer_stride: tl.tensor, block_stride: tl.tensor, WIDE: tl.constexpr
+):
     """Program (pair, layer, piece): WIDE values of a block of keys and as many of its values."""
     pair = pairs + tl.program_id(0) * 2
     layer = tl.program_id(1).to(tl.int64) * layer_stride
@@ -119,7 +127,17 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         added = x if residual is None else residual.contiguous()
         wide = triton.next_power_of_2(size)
         _rms_norm[x.numel() // size,](
-            x, added, weight, out, total, size, eps, ADD=residual is not None, WIDE=wide, num_warps=_warps(wide)
+            x,
+            added,
+            weight,
+            out,
+            total,
+            size,
+            eps,
+            ADD=residual is not None,
+            WIDE=wide,
+            num_warps=_warps(wide),
+            enable_fp_fusion=False,
         )
     return out, total
 
@@ -134,7 +152,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     if out.numel():
         wide = min(_COLUMNS, triton.next_power_of_2(size))
-        _silu_mul[out.numel() // size, triton.cdiv(size, wide)](gate_up, out, size, WIDE=wide, num_warps=_warps(wide))
+        _silu_mul[out.numel() // size, triton.cdiv(size, wide)](
+            gate_up, out, size, WIDE=wide, num_warps=_warps(wide), enable_fp_fusion=False
+        )
     return out
 
 
@@ -149,7 +169,7 @@ def rope_and_cache(
             q, k, v, cos_sin, batch.positions, batch.slots, kv.k[layer], kv.v[layer], out,
             q.stride(0), k.stride(0), v.stride(0), q.stride(1), k.stride(1), v.stride(1), kv.k.stride(1),
             HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=kv.block_size,
-            WIDE=triton.next_power_of_2(dim // 2), num_warps=1,
+            WIDE=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -159,4 +179,6 @@ def copy_blocks(kv: KVCache, pairs: Tensor) -> None:
     if len(pairs):
         size = kv.k.stride(1)
         grid = len(pairs), kv.k.shape[0], triton.cdiv(size, _COLUMNS)
-        _copy_blocks[grid](kv.k, kv.v, pairs.contiguous(), kv.k.stride(0), size, WIDE=_COLUMNS, num_warps=4)
+        _copy_blocks[grid](
+            kv.k, kv.v, pairs.contiguous(), kv.k.stride(0), size, WIDE=_COLUMNS, num_warps=4, enable_fp_fusion=False
+        )

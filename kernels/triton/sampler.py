@@ -5,8 +5,6 @@ are bisected on integers that order like the logits. Weights are float32, their 
 `kernels.ops`; `kernels.sampling` says what the fields mean.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +24,7 @@ _TOP_RANK = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def _block(row: Any, begin: Any, size: Any, WIDE: tl.constexpr):
+def _block(row: tl.tensor, begin: tl.tensor, size: tl.tensor, WIDE: tl.constexpr):
     """Ids and logits [WIDE] from `begin`; beyond the vocabulary -inf. No logit is -0, which would not order like 0."""
     ids = begin + tl.arange(0, WIDE)
     x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
@@ -34,14 +32,14 @@ def _block(row: Any, begin: Any, size: Any, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _key(x: Any):
+def _key(x: tl.tensor):
     """Integers in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _measure(row: Any, size: Any, WIDE: tl.constexpr):
+def _measure(row: tl.tensor, size: tl.tensor, WIDE: tl.constexpr):
     """The largest logit, and whether any is not a number."""
     best = tl.full((WIDE,), float("-inf"), tl.float32)
     broken = tl.zeros((WIDE,), tl.int32)
@@ -53,7 +51,7 @@ def _measure(row: Any, size: Any, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _next_best(row: Any, size: Any, before: Any, WIDE: tl.constexpr):
+def _next_best(row: tl.tensor, size: tl.tensor, before: tl.tensor, WIDE: tl.constexpr):
     """The largest rank below `before`. A rank orders by logit, then by lower id: key * 2^32 + 2^31 - 1 - id."""
     found = tl.full((WIDE,), -0x7FFFFFFFFFFFFFFF, tl.int64)
     for begin in range(0, size, WIDE):
@@ -64,19 +62,27 @@ def _next_best(row: Any, size: Any, before: Any, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _id_of(rank: Any):
+def _id_of(rank: tl.tensor):
     return 0x7FFFFFFF - (rank & 0xFFFFFFFF)
 
 
 @triton.jit
-def _weights(x: Any, best: Any, inverse: Any, least: Any, min_p: Any):
+def _weights(x: tl.tensor, best: tl.tensor, inverse: tl.tensor, least: tl.tensor, min_p: tl.tensor):
     """e^((x - best) * inverse) of the tokens whose key is at least `least` and whose weight at least `min_p`, else 0."""
     weight = tl.exp((x - best) * inverse)
     return tl.where((_key(x) >= least) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
-def _mass(row: Any, size: Any, best: Any, inverse: Any, least: Any, min_p: Any, WIDE: tl.constexpr):
+def _mass(
+    row: tl.tensor,
+    size: tl.tensor,
+    best: tl.tensor,
+    inverse: tl.tensor,
+    least: tl.tensor,
+    min_p: tl.tensor,
+    WIDE: tl.constexpr,
+):
     """Sum of the weights of all tokens: double, over blocks in vocabulary order."""
     total = tl.zeros((1,), tl.float64)
     for begin in range(0, size, WIDE):
@@ -86,7 +92,7 @@ def _mass(row: Any, size: Any, best: Any, inverse: Any, least: Any, min_p: Any, 
 
 
 @triton.jit
-def _number(row: Any, size: Any, least: Any, WIDE: tl.constexpr):
+def _number(row: tl.tensor, size: tl.tensor, least: tl.tensor, WIDE: tl.constexpr):
     """How many tokens have a key of at least `least`."""
     found = tl.zeros((WIDE,), tl.int32)
     for begin in range(0, size, WIDE):
@@ -96,7 +102,16 @@ def _number(row: Any, size: Any, least: Any, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _walk(row: Any, size: Any, best: Any, inverse: Any, least: Any, min_p: Any, target: Any, WIDE: tl.constexpr):
+def _walk(
+    row: tl.tensor,
+    size: tl.tensor,
+    best: tl.tensor,
+    inverse: tl.tensor,
+    least: tl.tensor,
+    min_p: tl.tensor,
+    target: tl.tensor,
+    WIDE: tl.constexpr,
+):
     """The first token at which the running mass passes `target`; rounding may leave it beyond, then the last one."""
     running = tl.zeros((1,), tl.float64)
     token = tl.full((), -1, tl.int32)
@@ -118,7 +133,7 @@ def _walk(row: Any, size: Any, best: Any, inverse: Any, least: Any, min_p: Any, 
 
 
 @triton.jit
-def _key_of_number(row: Any, size: Any, best: Any, number: Any, WIDE: tl.constexpr):
+def _key_of_number(row: tl.tensor, size: tl.tensor, best: tl.tensor, number: tl.tensor, WIDE: tl.constexpr):
     """The largest key that at least `number` tokens reach."""
     low = tl.full((), _LEAST_KEY, tl.int64)
     high = _key(best).to(tl.int64) + 1
@@ -132,7 +147,15 @@ def _key_of_number(row: Any, size: Any, best: Any, number: Any, WIDE: tl.constex
 
 
 @triton.jit
-def _key_of_mass(row: Any, size: Any, best: Any, inverse: Any, least: Any, target: Any, WIDE: tl.constexpr):
+def _key_of_mass(
+    row: tl.tensor,
+    size: tl.tensor,
+    best: tl.tensor,
+    inverse: tl.tensor,
+    least: tl.tensor,
+    target: tl.tensor,
+    WIDE: tl.constexpr,
+):
     """The largest key such that the tokens that reach it, and `least`, have a mass of `target` or more."""
     low = tl.full((), _LEAST_KEY, tl.int64)
     high = _key(best).to(tl.int64) + 1
@@ -147,19 +170,25 @@ def _key_of_mass(row: Any, size: Any, best: Any, inverse: Any, least: Any, targe
 
 
 @triton.jit
-def _uniform(seed: Any, prompt_number: Any, sample: Any, position: Any):
+def _uniform(seed: tl.tensor, prompt_number: tl.tensor, sample: tl.tensor, position: tl.tensor):
     """As `kernels.reference_sampler.uniform`."""
     counter = tl.full((), _TAG, tl.int32)
-    high, low, _, _ = tl.philox(
-        seed, position.to(tl.int32), sample.to(tl.int32), prompt_number.to(tl.int32), counter
-    )
+    high, low, _, _ = tl.philox(seed, position.to(tl.int32), sample.to(tl.int32), prompt_number.to(tl.int32), counter)
     whole = (high >> 5).to(tl.float64) * 67108864.0 + (low >> 6).to(tl.float64)
     return whole * (1.0 / 9007199254740992.0)
 
 
 @triton.jit
 def _drawn(
-    row: Any, size: Any, best: Any, temperature: Any, top_k: Any, top_p: Any, min_p: Any, noise: Any, WIDE: tl.constexpr
+    row: tl.tensor,
+    size: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    noise: tl.tensor,
+    WIDE: tl.constexpr,
 ):
     """The token of a draw at a temperature above 0; -1 when the mass is no number."""
     inverse = tl.minimum(1.0 / temperature, 3.4028234e38)
@@ -178,7 +207,7 @@ def _drawn(
 
 @triton.jit
 def _pick(
-    logits: Any, changed: Any, size: Any, longs: Any, floats: Any, ints: Any, tokens: Any,
+    logits: tl.tensor, changed: tl.tensor, size: tl.tensor, longs: tl.tensor, floats: tl.tensor, ints: tl.tensor, tokens: tl.tensor,
     CHANGED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program `draw`. Field f of it stands at f * draws + draw of the tensors of its kind."""
@@ -204,8 +233,8 @@ def _pick(
 
 @triton.jit
 def _report(
-    logits: Any, size: Any, rows: Any, counts: Any, tokens: Any, logprobs: Any, top_ids: Any, top_logprobs: Any,
-    width: Any, WIDE: tl.constexpr,
+    logits: tl.tensor, size: tl.tensor, rows: tl.tensor, counts: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, top_ids: tl.tensor, top_logprobs: tl.tensor,
+    width: tl.tensor, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program `draw`: log-probabilities from the raw logits, of the token and of the most probable ones."""
     draw = tl.program_id(0)
@@ -243,12 +272,12 @@ def sample(logits: Tensor, batch: SampleBatch) -> SampleResult:
     wide = min(_WIDE, max(16, triton.next_power_of_2(size)))
     _pick[count,](
         logits, logits if changed is None else changed, size, longs, floats, ints, result.tokens,
-        CHANGED=changed is not None, WIDE=wide, num_warps=_WARPS,
+        CHANGED=changed is not None, WIDE=wide, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     if int(batch.num_logprobs.max()) >= 0:
         _report[count,](
             logits, size, longs, ints[1], result.tokens, result.logprobs, result.top_ids, result.top_logprobs, width,
-            WIDE=wide, num_warps=_WARPS,
+            WIDE=wide, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return result
 
