@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.implementation import triton_kernels
+from kernels.transfer import sent
 from workers.config import EngineConfig
+from workers.cuda_graphs import Bucket, DecodeGraphs
 from workers.loader import load_model, resolve_dtype
 from workers.model_config import ModelConfig
 from workers.step_input import StepInput
@@ -37,10 +40,7 @@ class ModelRunner:
         )
         num_blocks = self._num_blocks(config)
         self.max_model_len = _fitting_len(config, self.model.max_len, num_blocks)
-        self.kv = ops.KVCache.allocate(
-            self.model_config.num_layers, num_blocks, self.model.local_kv_heads, self.model_config.head_dim,
-            config.block_size, self.dtype, self.device,
-        )  # fmt: skip
+        self.allocate(num_blocks, config.block_size)
         log.info(
             "%s; %s, %d KV blocks of %d",
             ops.implementation(self.device),
@@ -48,6 +48,22 @@ class ModelRunner:
             num_blocks,
             config.block_size,
         )
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """A new, empty KV cache. One rank alone replays its decoding steps as CUDA graphs where Triton computes them."""
+        config = self.model_config
+        self.kv = ops.KVCache.allocate(
+            config.num_layers,
+            num_blocks,
+            self.model.local_kv_heads,
+            config.head_dim,
+            block_size,
+            self.dtype,
+            self.device,
+        )
+        alone = self.model.comm.size == 1
+        graphs = alone and triton_kernels(self.device) is not None
+        self.graphs = DecodeGraphs(self._logits, self.device) if graphs else None
 
     @property
     def exact(self) -> bool:
@@ -70,9 +86,11 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Tensor | None:
         """Copy blocks, run the model on [T] tokens, return logits [M, V] of the rows that draw (None if M is 0)."""
-        step = self._to_device(step)
         if step.copies.shape[0]:
             self.kv.copy_blocks(step.copies)
+        bucket = Bucket.of(step, self.kv.block_size) if self.graphs is not None else None
+        if self.graphs is not None and bucket is not None:
+            return self.graphs.run(bucket, step)
         batch = ops.AttentionBatch.build(
             step.query_starts.int(),
             step.context_lens.int(),
@@ -81,11 +99,14 @@ class ModelRunner:
             step.slots,
             self.kv,
         )
-        hidden = self.model.forward(step.token_ids, batch, self.kv)
-        return self.model.logits(hidden[step.logit_rows]) if step.logit_rows.numel() else None
+        hidden = self.model.forward(sent(step.token_ids, self.device), batch, self.kv)
+        if not step.logit_rows.numel():
+            return None
+        return self.model.logits(hidden[sent(step.logit_rows, self.device)])
 
-    def _to_device(self, step: StepInput) -> StepInput:
-        return step if self.device.type == "cpu" else StepInput.unpack(step.pack().to(self.device))
+    def _logits(self, token_ids: Tensor, batch: ops.AttentionBatch) -> Tensor:
+        """Logits of every row of a batch."""
+        return self.model.logits(self.model.forward(token_ids, batch, self.kv))
 
 
 def resolve_device(device: str) -> torch.device:

@@ -72,7 +72,7 @@ def _chunk(
     return maximum, tl.sum(weights, 1), tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _partials(
     q: tl.tensor, positions: tl.tensor, tables: tl.tensor, width: tl.tensor, items: tl.tensor, count: tl.tensor, states: tl.tensor, k: tl.tensor, v: tl.tensor,
     block_stride: tl.tensor, token_stride: tl.tensor, head_stride: tl.tensor, scale: tl.tensor, part_values: tl.tensor, part_stats: tl.tensor,

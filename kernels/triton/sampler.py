@@ -231,17 +231,17 @@ def _pick(
     tl.store(tokens + draw, token.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _report(
-    logits: tl.tensor, size: tl.tensor, rows: tl.tensor, counts: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, top_ids: tl.tensor, top_logprobs: tl.tensor,
-    width: tl.tensor, WIDE: tl.constexpr,
+    logits: tl.tensor, size: tl.tensor, longs: tl.tensor, ints: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor,
+    top_ids: tl.tensor, top_logprobs: tl.tensor, width: tl.tensor, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program `draw`: log-probabilities from the raw logits, of the token and of the most probable ones."""
     draw = tl.program_id(0)
-    count = tl.load(counts + draw)
+    count = tl.load(ints + tl.num_programs(0) + draw)
     token = tl.load(tokens + draw)
     if (count >= 0) & (token >= 0):
-        row = logits + tl.load(rows + draw) * size
+        row = logits + tl.load(longs + draw) * size
         best, _ = _measure(row, size, WIDE)
         log_sum = tl.log(_mass(row, size, best, 1.0, _LEAST_KEY, 0.0, WIDE).to(tl.float32))
         tl.store(logprobs + draw, tl.load(row + token).to(tl.float32) - best - log_sum)
@@ -276,7 +276,7 @@ def sample(logits: Tensor, batch: SampleBatch) -> SampleResult:
     )  # fmt: skip
     if int(batch.num_logprobs.max()) >= 0:
         _report[count,](
-            logits, size, longs, ints[1], result.tokens, result.logprobs, result.top_ids, result.top_logprobs, width,
+            logits, size, longs, ints, result.tokens, result.logprobs, result.top_ids, result.top_logprobs, width,
             WIDE=wide, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return result
