@@ -100,7 +100,7 @@ def _cut(flat: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def _room(shape: tuple[int, ...]) -> int:
-    """Integers to reserve, so that every part begins at a multiple of 16 bytes: Triton compiles anew where it does not."""
+    """Integers to reserve, so that every part begins at a multiple of 16 bytes; Triton compiles anew for others."""
     return -(-math.prod(shape) // 4) * 4
 
 

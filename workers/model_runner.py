@@ -50,7 +50,7 @@ class ModelRunner:
         )
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """A new, empty KV cache. One rank alone replays its decoding steps as CUDA graphs where Triton computes them."""
+        """A new, empty KV cache; for a rank alone on a GPU with Triton also new CUDA graphs, which hold its address."""
         config = self.model_config
         self.kv = ops.KVCache.allocate(
             config.num_layers,

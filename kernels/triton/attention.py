@@ -34,7 +34,7 @@ def _blend(
     part_total: tl.tensor,
     part_values: tl.tensor,
     scale: tl.tensor,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Merge a partial result, [R], [R] and [R, D], into a running one. One of the two factors is exactly 1.
 
     Additions are explicit fused ones: left to the compiler, two kernels might round differently.
@@ -49,9 +49,10 @@ def _blend(
 
 @triton.jit
 def _chunk(
-    query: tl.tensor, position: tl.tensor, index: tl.tensor, seen: tl.tensor, table: tl.tensor, k: tl.tensor, v: tl.tensor, block_stride: tl.tensor, scale: tl.tensor,
-    DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    query: tl.tensor, position: tl.tensor, index: tl.tensor, seen: tl.tensor, table: tl.tensor, k: tl.tensor,
+    v: tl.tensor, block_stride: tl.tensor, scale: tl.tensor, DIM: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Partial result of query rows [R, WIDE] at `position` [R] from one chunk, of which positions below `seen` count.
 
     k and v point to a KV head of block 0. What lies beyond `seen` may be anything, so values there become 0.
@@ -74,11 +75,12 @@ def _chunk(
 
 @triton.jit(do_not_specialize=["width"])
 def _partials(
-    q: tl.tensor, positions: tl.tensor, tables: tl.tensor, width: tl.tensor, items: tl.tensor, count: tl.tensor, states: tl.tensor, k: tl.tensor, v: tl.tensor,
-    block_stride: tl.tensor, token_stride: tl.tensor, head_stride: tl.tensor, scale: tl.tensor, part_values: tl.tensor, part_stats: tl.tensor,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    q: tl.tensor, positions: tl.tensor, tables: tl.tensor, width: tl.tensor, items: tl.tensor, count: tl.tensor,
+    states: tl.tensor, k: tl.tensor, v: tl.tensor, block_stride: tl.tensor, token_stride: tl.tensor,
+    head_stride: tl.tensor, scale: tl.tensor, part_values: tl.tensor, part_stats: tl.tensor, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     """Each program: one KV head, and of its work items the rows [z * ROWS, (z + 1) * ROWS) for z = program 2."""
     kv_head = tl.program_id(1)
     begin = tl.program_id(2) * ROWS
@@ -117,7 +119,7 @@ def _partials(
 def _merge(
     states: tl.tensor, part_values: tl.tensor, part_stats: tl.tensor, out: tl.tensor, scale: tl.tensor,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Each program: one head of one row. A row without partial results, as padding is, gives zeros."""
     row, head = tl.program_id(0), tl.program_id(1)
     dim = tl.arange(0, WIDE)

@@ -25,7 +25,7 @@ def _rms_norm(
     eps: tl.tensor,
     ADD: tl.constexpr,
     WIDE: tl.constexpr,
-):
+) -> None:
     """One row of `size` values. With ADD the residual comes first, and the rounded sum is stored in `total`."""
     at = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, WIDE)
@@ -43,7 +43,7 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDE: tl.constexpr):
+def _silu_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDE: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     inside = column < size
@@ -54,7 +54,9 @@ def _silu_mul(gate_up: tl.tensor, out: tl.tensor, size: tl.tensor, WIDE: tl.cons
 
 
 @triton.jit
-def _rotated(x: tl.tensor, cos_sin: tl.tensor, dim: tl.tensor, inside: tl.tensor, HALF: tl.constexpr):
+def _rotated(
+    x: tl.tensor, cos_sin: tl.tensor, dim: tl.tensor, inside: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Both halves of one head, turned; the table row is HALF cosines, then HALF sines."""
     low = tl.load(x + dim, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(x + HALF + dim, mask=inside, other=0.0).to(tl.float32)
@@ -65,10 +67,11 @@ def _rotated(x: tl.tensor, cos_sin: tl.tensor, dim: tl.tensor, inside: tl.tensor
 
 @triton.jit
 def _rope_and_cache(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, cos_sin: tl.tensor, positions: tl.tensor, slots: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
-    q_stride: tl.tensor, k_stride: tl.tensor, v_stride: tl.tensor, q_head: tl.tensor, k_head: tl.tensor, v_head: tl.tensor, block_stride: tl.tensor,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, cos_sin: tl.tensor, positions: tl.tensor, slots: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor, q_stride: tl.tensor, k_stride: tl.tensor,
+    v_stride: tl.tensor, q_head: tl.tensor, k_head: tl.tensor, v_head: tl.tensor, block_stride: tl.tensor, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, head): a query head, or one key head and its value. A negative slot is written nowhere."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim = tl.arange(0, WIDE)
@@ -98,7 +101,7 @@ def _rope_and_cache(
 @triton.jit
 def _copy_blocks(
     k: tl.tensor, v: tl.tensor, pairs: tl.tensor, layer_stride: tl.tensor, block_stride: tl.tensor, WIDE: tl.constexpr
-):
+) -> None:
     """Program (pair, layer, piece): WIDE values of a block of keys and as many of its values."""
     pair = pairs + tl.program_id(0) * 2
     layer = tl.program_id(1).to(tl.int64) * layer_stride

@@ -24,7 +24,7 @@ _TOP_RANK = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def _block(row: tl.tensor, begin: tl.tensor, size: tl.tensor, WIDE: tl.constexpr):
+def _block(row: tl.tensor, begin: tl.tensor, size: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Ids and logits [WIDE] from `begin`; beyond the vocabulary -inf. No logit is -0, which would not order like 0."""
     ids = begin + tl.arange(0, WIDE)
     x = tl.load(row + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
@@ -32,14 +32,14 @@ def _block(row: tl.tensor, begin: tl.tensor, size: tl.tensor, WIDE: tl.constexpr
 
 
 @triton.jit
-def _key(x: tl.tensor):
+def _key(x: tl.tensor) -> tl.tensor:
     """Integers in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _measure(row: tl.tensor, size: tl.tensor, WIDE: tl.constexpr):
+def _measure(row: tl.tensor, size: tl.tensor, WIDE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The largest logit, and whether any is not a number."""
     best = tl.full((WIDE,), float("-inf"), tl.float32)
     broken = tl.zeros((WIDE,), tl.int32)
@@ -51,7 +51,7 @@ def _measure(row: tl.tensor, size: tl.tensor, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _next_best(row: tl.tensor, size: tl.tensor, before: tl.tensor, WIDE: tl.constexpr):
+def _next_best(row: tl.tensor, size: tl.tensor, before: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
     """The largest rank below `before`. A rank orders by logit, then by lower id: key * 2^32 + 2^31 - 1 - id."""
     found = tl.full((WIDE,), -0x7FFFFFFFFFFFFFFF, tl.int64)
     for begin in range(0, size, WIDE):
@@ -62,13 +62,13 @@ def _next_best(row: tl.tensor, size: tl.tensor, before: tl.tensor, WIDE: tl.cons
 
 
 @triton.jit
-def _id_of(rank: tl.tensor):
+def _id_of(rank: tl.tensor) -> tl.tensor:
     return 0x7FFFFFFF - (rank & 0xFFFFFFFF)
 
 
 @triton.jit
-def _weights(x: tl.tensor, best: tl.tensor, inverse: tl.tensor, least: tl.tensor, min_p: tl.tensor):
-    """e^((x - best) * inverse) of the tokens whose key is at least `least` and whose weight at least `min_p`, else 0."""
+def _weights(x: tl.tensor, best: tl.tensor, inverse: tl.tensor, least: tl.tensor, min_p: tl.tensor) -> tl.tensor:
+    """e^((x - best) * inverse) of tokens whose key is at least `least` and whose weight at least `min_p`, else 0."""
     weight = tl.exp((x - best) * inverse)
     return tl.where((_key(x) >= least) & (weight >= min_p), weight, 0.0)
 
@@ -82,7 +82,7 @@ def _mass(
     least: tl.tensor,
     min_p: tl.tensor,
     WIDE: tl.constexpr,
-):
+) -> tl.tensor:
     """Sum of the weights of all tokens: double, over blocks in vocabulary order."""
     total = tl.zeros((1,), tl.float64)
     for begin in range(0, size, WIDE):
@@ -92,7 +92,7 @@ def _mass(
 
 
 @triton.jit
-def _number(row: tl.tensor, size: tl.tensor, least: tl.tensor, WIDE: tl.constexpr):
+def _number(row: tl.tensor, size: tl.tensor, least: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
     """How many tokens have a key of at least `least`."""
     found = tl.zeros((WIDE,), tl.int32)
     for begin in range(0, size, WIDE):
@@ -111,7 +111,7 @@ def _walk(
     min_p: tl.tensor,
     target: tl.tensor,
     WIDE: tl.constexpr,
-):
+) -> tl.tensor:
     """The first token at which the running mass passes `target`; rounding may leave it beyond, then the last one."""
     running = tl.zeros((1,), tl.float64)
     token = tl.full((), -1, tl.int32)
@@ -133,7 +133,9 @@ def _walk(
 
 
 @triton.jit
-def _key_of_number(row: tl.tensor, size: tl.tensor, best: tl.tensor, number: tl.tensor, WIDE: tl.constexpr):
+def _key_of_number(
+    row: tl.tensor, size: tl.tensor, best: tl.tensor, number: tl.tensor, WIDE: tl.constexpr
+) -> tl.tensor:
     """The largest key that at least `number` tokens reach."""
     low = tl.full((), _LEAST_KEY, tl.int64)
     high = _key(best).to(tl.int64) + 1
@@ -155,7 +157,7 @@ def _key_of_mass(
     least: tl.tensor,
     target: tl.tensor,
     WIDE: tl.constexpr,
-):
+) -> tl.tensor:
     """The largest key such that the tokens that reach it, and `least`, have a mass of `target` or more."""
     low = tl.full((), _LEAST_KEY, tl.int64)
     high = _key(best).to(tl.int64) + 1
@@ -170,7 +172,7 @@ def _key_of_mass(
 
 
 @triton.jit
-def _uniform(seed: tl.tensor, prompt_number: tl.tensor, sample: tl.tensor, position: tl.tensor):
+def _uniform(seed: tl.tensor, prompt_number: tl.tensor, sample: tl.tensor, position: tl.tensor) -> tl.tensor:
     """As `kernels.reference_sampler.uniform`."""
     counter = tl.full((), _TAG, tl.int32)
     high, low, _, _ = tl.philox(seed, position.to(tl.int32), sample.to(tl.int32), prompt_number.to(tl.int32), counter)
@@ -189,7 +191,7 @@ def _drawn(
     min_p: tl.tensor,
     noise: tl.tensor,
     WIDE: tl.constexpr,
-):
+) -> tl.tensor:
     """The token of a draw at a temperature above 0; -1 when the mass is no number."""
     inverse = tl.minimum(1.0 / temperature, 3.4028234e38)
     least = tl.full((), _LEAST_KEY, tl.int32)
@@ -207,9 +209,9 @@ def _drawn(
 
 @triton.jit
 def _pick(
-    logits: tl.tensor, changed: tl.tensor, size: tl.tensor, longs: tl.tensor, floats: tl.tensor, ints: tl.tensor, tokens: tl.tensor,
-    CHANGED: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    logits: tl.tensor, changed: tl.tensor, size: tl.tensor, longs: tl.tensor, floats: tl.tensor, ints: tl.tensor,
+    tokens: tl.tensor, CHANGED: tl.constexpr, WIDE: tl.constexpr,
+) -> None:  # fmt: skip
     """Program `draw`. Field f of it stands at f * draws + draw of the tensors of its kind."""
     draw, draws = tl.program_id(0), tl.num_programs(0)
     row = logits + tl.load(longs + draw) * size
@@ -235,7 +237,7 @@ def _pick(
 def _report(
     logits: tl.tensor, size: tl.tensor, longs: tl.tensor, ints: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor,
     top_ids: tl.tensor, top_logprobs: tl.tensor, width: tl.tensor, WIDE: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Program `draw`: log-probabilities from the raw logits, of the token and of the most probable ones."""
     draw = tl.program_id(0)
     count = tl.load(ints + tl.num_programs(0) + draw)
@@ -246,7 +248,7 @@ def _report(
         log_sum = tl.log(_mass(row, size, best, 1.0, _LEAST_KEY, 0.0, WIDE).to(tl.float32))
         tl.store(logprobs + draw, tl.load(row + token).to(tl.float32) - best - log_sum)
         rank = tl.full((), _TOP_RANK, tl.int64)
-        for place in range(0, tl.minimum(count, size)):
+        for place in range(tl.minimum(count, size)):
             rank = _next_best(row, size, rank, WIDE)
             chosen = _id_of(rank)
             tl.store(top_ids + draw * width + place, chosen)

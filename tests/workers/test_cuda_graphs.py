@@ -15,14 +15,14 @@ BLOCK = 16
 
 def decoding(children: int, prompt: int = 40) -> StepInput:
     """The first step in which all children of a family compute one token."""
-    s = scheduler()
+    s = scheduler(max_step_tokens=512)
     s.add(family("p", prompt, children))
     run_step(s)
     return StepInput.build(run_step(s), BLOCK)
 
 
 def test_only_plain_decoding_has_a_bucket():
-    s = scheduler()
+    s = scheduler(max_step_tokens=64)
     s.add(family("p", 40, 3))
     prefill = StepInput.build(run_step(s), BLOCK)
     assert Bucket.of(prefill, BLOCK) is None
