@@ -109,19 +109,19 @@ class DecodeGraphs:
 
     def __init__(self, compute: Callable[[Tensor, AttentionBatch], Tensor], device: torch.device) -> None:
         self._compute, self._device = compute, device
-        self._captured: dict[Bucket, tuple[StepBuffer, torch.cuda.CUDAGraph, Tensor]] = {}
+        self.captured: dict[Bucket, tuple[StepBuffer, torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: tuple[int, int] | None = None
 
     def run(self, bucket: Bucket, step: StepInput) -> Tensor:
         """Logits [M, V] of a step that `Bucket.of` accepted; they last until the next call."""
-        if bucket in self._captured:
-            buffer, graph, logits = self._captured[bucket]
+        if bucket in self.captured:
+            buffer, graph, logits = self.captured[bucket]
             buffer.fill(step)
         else:
             buffer = StepBuffer(bucket, self._device)
             buffer.fill(step)
             graph, logits = self._capture(buffer)
-            self._captured[bucket] = buffer, graph, logits
+            self.captured[bucket] = buffer, graph, logits
         graph.replay()
         return logits[: len(step.token_ids)]
 

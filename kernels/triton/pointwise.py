@@ -69,8 +69,8 @@ def _rotated(
 def _rope_and_cache(
     q: tl.tensor, k: tl.tensor, v: tl.tensor, cos_sin: tl.tensor, positions: tl.tensor, slots: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor, q_stride: tl.tensor, k_stride: tl.tensor,
-    v_stride: tl.tensor, q_head: tl.tensor, k_head: tl.tensor, v_head: tl.tensor, block_stride: tl.tensor, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    v_stride: tl.tensor, q_head: tl.tensor, k_head: tl.tensor, v_head: tl.tensor, block_stride: tl.tensor,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row, head): a query head, or one key head and its value. A negative slot is written nowhere."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)

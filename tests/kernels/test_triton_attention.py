@@ -1,71 +1,27 @@
 """Split attention, interpreted on the CPU: values of the reference, and bits that nothing but a row's own sequence
 enters: not sharing, not the batch, not chunked prompts, not block sizes, not what lies beyond a position."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from kernels import ops, reference
-from kernels.split_plan import SplitPlan
+from kernels import reference
 from tests import triton_interpreter
+from tests.paged import Bench, Shape, family, table
 
 triton_kernels = triton_interpreter.load()
 pytestmark = pytest.mark.usefixtures("interpreted")
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int
-    kv_heads: int
-    dim: int
-    block: int
-    dtype: torch.dtype = torch.float32
 
 
 PLAIN = Shape(3, 1, 16, 32)
 SHAPES = [PLAIN, Shape(2, 2, 24, 5), Shape(5, 1, 16, 16, torch.float16)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.heads}x{s.dim}b{s.block}")
 
-Part = tuple[int, int, list[int]]
-"""Rows, context length, block ids of one sequence."""
-
-
-class Bench:
-    """A cache full of numbers, and queries that belong to (sequence name, position)."""
-
-    def __init__(self, shape: Shape, blocks: int = 64) -> None:
-        self.shape = shape
-        self.kv = ops.KVCache.allocate(1, blocks, shape.kv_heads, shape.dim, shape.block, shape.dtype, "cpu")
-        generator = torch.Generator().manual_seed(0)
-        self.kv.k.copy_(torch.randn(self.kv.k.shape, generator=generator))
-        self.kv.v.copy_(torch.randn(self.kv.v.shape, generator=generator))
-        self.queries = torch.randn(512, shape.heads, shape.dim, generator=generator.manual_seed(1)).to(shape.dtype)
-
-    def batch(self, parts: list[Part], share: bool = True) -> ops.AttentionBatch:
-        starts = torch.tensor([0, *[rows for rows, _, _ in parts]]).cumsum(0).int()
-        lens = torch.tensor([length for _, length, _ in parts], dtype=torch.int32)
-        width = max(len(table) for _, _, table in parts)
-        tables = torch.tensor([table + [0] * (width - len(table)) for _, _, table in parts], dtype=torch.int32)
-        positions = torch.cat([torch.arange(length - rows, length) for rows, length, _ in parts])
-        plan = SplitPlan.build(starts, lens, tables, self.kv.block_size, share)
-        return ops.AttentionBatch(starts, lens, tables, positions, positions, (), plan)
-
-    def run(self, parts: list[Part], share: bool = True) -> list[Tensor]:
-        """The rows of each sequence; its query at a position is the same in every call."""
-        batch = self.batch(parts, share)
-        out = triton_kernels.attention(self.queries[batch.positions], batch, self.kv, 0, self.shape.dim**-0.5)
-        return list(out.split([rows for rows, _, _ in parts]))
-
-
-def table(shape: Shape, length: int, first: int) -> list[int]:
-    return list(range(first, first - (-length // shape.block)))
-
 
 @shapes
 def test_values_are_those_of_the_reference(shape: Shape):
-    bench = Bench(shape)
+    bench = Bench(triton_kernels, shape)
     parts = [
         (1, 140, table(shape, 140, 1)),
         (7, 20, table(shape, 20, 30)),
@@ -78,26 +34,15 @@ def test_values_are_those_of_the_reference(shape: Shape):
     torch.testing.assert_close(torch.cat(bench.run(parts)), wanted, rtol=tolerance, atol=tolerance)
 
 
-def family(shape: Shape, children: int, prompt: int) -> list[Part]:
-    """Children that share the blocks of a prompt and have some tokens of their own."""
-    shared = table(shape, prompt, 1)
-    result = []
-    for child in range(children):
-        length = prompt + 1 + 9 * child
-        own = table(shape, length, 40 + 4 * child)[len(shared) :]
-        result.append((1, length, shared + own))
-    return result
-
-
 def test_c2_sharing_does_not_show():
     """Two whole chunks are shared by all; the interpreter visits them once, or once for each."""
-    bench = Bench(PLAIN)
+    bench = Bench(triton_kernels, PLAIN)
     parts = family(PLAIN, 4, 256)
     assert torch.equal(torch.cat(bench.run(parts)), torch.cat(bench.run(parts, share=False)))
 
 
 def test_c2_the_batch_does_not_show():
-    bench = Bench(PLAIN)
+    bench = Bench(triton_kernels, PLAIN)
     parts = [*family(PLAIN, 3, 128), (5, 150, table(PLAIN, 150, 30)), (1, 33, table(PLAIN, 33, 50))]
     alone = [bench.run([part])[0] for part in parts]
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1]):
@@ -108,7 +53,7 @@ def test_c2_the_batch_does_not_show():
 @shapes
 def test_c2_chunks_of_a_prompt_do_not_show(shape: Shape):
     """Rows computed one by one merge their chunks out of memory, rows of a prompt in registers."""
-    bench = Bench(shape)
+    bench = Bench(triton_kernels, shape)
     blocks = table(shape, 140, 1)
     whole = bench.run([(12, 134, blocks)])[0]
     for sizes in ([1, 2, 9], [11, 1]):
@@ -121,7 +66,7 @@ def test_c2_chunks_of_a_prompt_do_not_show(shape: Shape):
 
 def test_c2_the_block_size_does_not_show():
     """The same keys and values in blocks of 16 and of 64."""
-    small, large = Bench(replace(PLAIN, block=16)), Bench(replace(PLAIN, block=64))
+    small, large = Bench(triton_kernels, replace(PLAIN, block=16)), Bench(triton_kernels, replace(PLAIN, block=64))
     keys, values = torch.randn(256, 16), torch.randn(256, 16)
     for bench in (small, large):
         size = bench.kv.block_size
@@ -131,7 +76,7 @@ def test_c2_the_block_size_does_not_show():
 
 
 def test_positions_beyond_a_row_never_enter():
-    clean, dirty = Bench(PLAIN), Bench(PLAIN)
+    clean, dirty = Bench(triton_kernels, PLAIN), Bench(triton_kernels, PLAIN)
     parts = [(1, 140, table(PLAIN, 140, 1)), (3, 50, table(PLAIN, 50, 20))]
     last = {parts[0][2][-1]: 140 % 32, parts[1][2][-1]: 50 % 32}
     for block in range(64):
@@ -143,7 +88,7 @@ def test_positions_beyond_a_row_never_enter():
 
 def test_rows_without_work_come_out_as_zeros():
     """As padding rows of a captured step do."""
-    bench = Bench(PLAIN)
+    bench = Bench(triton_kernels, PLAIN)
     batch = bench.batch([(1, 40, [1, 2])])
     plan = batch.split
     assert plan is not None
@@ -161,7 +106,7 @@ def test_rows_without_work_come_out_as_zeros():
 
 
 def test_a_batch_without_a_plan_is_refused():
-    bench = Bench(PLAIN)
+    bench = Bench(triton_kernels, PLAIN)
     batch = replace(bench.batch([(1, 40, [1, 2])]), split=None)
     with pytest.raises(ValueError, match="split plan"):
         triton_kernels.attention(bench.queries[:1], batch, bench.kv, 0, 0.25)
