@@ -30,9 +30,3 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(ops.implementation("cpu"))
     yield request.param
     implementation._built.cache_clear()
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton looks at the environment also when an interpreted kernel is called."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
