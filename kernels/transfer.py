@@ -11,4 +11,5 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     """`x` on `device`. From the CPU to a GPU it goes through pinned memory, in order with the work queued there."""
     if x.device.type == device.type:
         return x
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    pinned = device.type == "cuda" and x.numel() > 0
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=True)

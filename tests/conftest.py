@@ -40,5 +40,5 @@ def embedded_model() -> Path:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of the Triton kernels on the CPU: Triton looks at the environment also when an interpreted kernel is called."""
+    """For the Triton kernels on the CPU: Triton looks at the environment also when an interpreted kernel is called."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
