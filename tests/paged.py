@@ -24,7 +24,7 @@ Part = tuple[int, int, list[int]]
 
 
 class Bench:
-    """A cache full of numbers, and queries that belong to (sequence name, position)."""
+    """A cache full of numbers, and one query for every position."""
 
     def __init__(self, kernels: ModuleType, shape: Shape, *, device: str = "cpu", blocks: int = 64) -> None:
         self.kernels, self.shape, self.device = kernels, shape, torch.device(device)
