@@ -120,5 +120,7 @@ class AttentionBatch:
             plan = native.attention_plan(
                 query_starts, context_lens, block_tables, kv.block_size, kv.k.shape[2], share_prefix
             )
-        tensors = (sent(x, device) for x in (query_starts, context_lens, block_tables, positions, slots))
-        return cls(*tensors, plan, split)
+        return cls(
+            sent(query_starts, device), sent(context_lens, device), sent(block_tables, device),
+            sent(positions, device), sent(slots, device), plan, split,
+        )  # fmt: skip

@@ -37,7 +37,7 @@ def _cells(starts: Tensor, ids: Tensor, changed: Tensor) -> tuple[Tensor, Tensor
 def _allow(changed: Tensor, batch: SampleBatch) -> None:
     owner, cells = _cells(batch.allowed_starts, batch.allowed_ids, changed)
     kept = changed.view(-1)[cells]
-    changed[sent(owner.unique(), changed.device)] = float("-inf")
+    changed[sent(owner, changed.device)] = float("-inf")
     changed.view(-1)[cells] = kept
 
 

@@ -74,9 +74,9 @@ def rope_and_cache(
     """
     native = cpu_kernels(q.device)
     if native is None:
-        fast = triton_kernels(q.device) or reference
-        return fast.rope_and_cache(q, k, v, cos_sin, batch, kv, layer)
-    rotated: Tensor = native.rope_and_cache(q, k, v, cos_sin, batch.positions, batch.slots, kv.k, kv.v, layer)
+        rotated: Tensor = (triton_kernels(q.device) or reference).rope_and_cache(q, k, v, cos_sin, batch, kv, layer)
+        return rotated
+    rotated = native.rope_and_cache(q, k, v, cos_sin, batch.positions, batch.slots, kv.k, kv.v, layer)
     return rotated
 
 
@@ -88,11 +88,12 @@ def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: 
     """
     fast = triton_kernels(q.device)
     if fast is not None:
-        return fast.attention(q, batch, kv, layer, scale)
+        output: Tensor = fast.attention(q, batch, kv, layer, scale)
+        return output
     native = cpu_kernels(q.device)
     if native is None:
         return reference.attention(q, batch, kv, layer, scale, exact=q.device.type == "cpu")
-    output: Tensor = native.attention(q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale)
+    output = native.attention(q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale)
     return output
 
 
@@ -110,7 +111,8 @@ def sample(logits: Tensor, batch: SampleBatch) -> SampleResult:
     """
     fast = triton_kernels(logits.device)
     if fast is not None:
-        return fast.sample(logits, batch)
+        result: SampleResult = fast.sample(logits, batch)
+        return result
     native = cpu_kernels(logits.device)
     if native is None:
         return reference_sampler.sample(logits, batch.to(logits.device))

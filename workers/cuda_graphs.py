@@ -8,6 +8,7 @@ called by the model runner for the steps that `Bucket.of` accepts, all others ru
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,9 +69,11 @@ class StepBuffer:
         self._sent = torch.zeros(size, dtype=torch.int32, device=device)
         self._host, self._device = _cut(self._flat, shapes), _cut(self._sent, shapes)
         self.token_ids = self._device["token_ids"]
-        plan = SplitPlan(*(self._device[name] for name in ("items", "count", "states")), num_states=states)
-        names = ("query_starts", "context_lens", "block_tables", "positions", "slots")
-        self.batch = AttentionBatch(*(self._device[name] for name in names), plan=(), split=plan)
+        to = self._device
+        plan = SplitPlan(to["items"], to["count"], to["states"], num_states=states)
+        self.batch = AttentionBatch(
+            to["query_starts"], to["context_lens"], to["block_tables"], to["positions"], to["slots"], (), plan
+        )
 
     def fill(self, step: StepInput) -> None:
         """Send a step. The one before must have been computed: whoever drew from its logits has waited for that."""
@@ -110,7 +113,7 @@ class DecodeGraphs:
     def __init__(self, compute: Callable[[Tensor, AttentionBatch], Tensor], device: torch.device) -> None:
         self._compute, self._device = compute, device
         self.captured: dict[Bucket, tuple[StepBuffer, torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def run(self, bucket: Bucket, step: StepInput) -> Tensor:
         """Logits [M, V] of a step that `Bucket.of` accepted; they last until the next call."""
@@ -127,7 +130,7 @@ class DecodeGraphs:
 
     def _capture(self, buffer: StepBuffer) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Computes the step once before, so that kernels are compiled; that it then runs again changes nothing."""
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._compute(buffer.token_ids, buffer.batch)

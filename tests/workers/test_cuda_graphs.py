@@ -62,7 +62,7 @@ def test_a_buffer_holds_the_step_and_padding_that_does_nothing():
     bucket = Bucket.of(step, BLOCK)
     assert bucket is not None
     buffer = StepBuffer(bucket, CPU)
-    buffer.fill(decoding(5, prompt=300))  # what it held before must not show
+    buffer.fill(decoding(5, prompt=200))  # what it held before must not show
     buffer.fill(step)
     batch, plan = buffer.batch, buffer.batch.split
     assert plan is not None
