@@ -76,8 +76,8 @@ def rope_and_cache(
     if native is None:
         rotated: Tensor = (triton_kernels(q.device) or reference).rope_and_cache(q, k, v, cos_sin, batch, kv, layer)
         return rotated
-    rotated = native.rope_and_cache(q, k, v, cos_sin, batch.positions, batch.slots, kv.k, kv.v, layer)
-    return rotated
+    turned: Tensor = native.rope_and_cache(q, k, v, cos_sin, batch.positions, batch.slots, kv.k, kv.v, layer)
+    return turned
 
 
 def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: float) -> Tensor:
@@ -93,8 +93,8 @@ def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: 
     native = cpu_kernels(q.device)
     if native is None:
         return reference.attention(q, batch, kv, layer, scale, exact=q.device.type == "cpu")
-    output = native.attention(q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale)
-    return output
+    attended: Tensor = native.attention(q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale)
+    return attended
 
 
 def uniform(seed: Tensor, prompt_number: Tensor, sample: Tensor, position: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ class DecodeGraphs:
             self._compute(buffer.token_ids, buffer.batch)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads of the process may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._compute(buffer.token_ids, buffer.batch)
         self._pool = graph.pool()
         return graph, logits

@@ -137,6 +137,11 @@ def random_model(args: argparse.Namespace, folder: str) -> None:
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
+def execution_ms(runner: ModelRunner, case: Case, args: argparse.Namespace) -> float:
+    step = step_of(case, args.block)
+    return milliseconds(lambda: runner.execute(step), args.repeats)
+
+
 def measure_steps(args: argparse.Namespace, cases: list[Case]) -> list[dict[str, float]]:
     """Whole decoding steps; the floor adds every weight, read once."""
     results = []
@@ -151,12 +156,13 @@ def measure_steps(args: argparse.Namespace, cases: list[Case]) -> list[dict[str,
     graphs = runner.graphs
     print(f"{'children':>8} {'prompt':>7} {'floor ms':>9} {'graph ms':>10} {'eager ms':>10}")
     for case in cases:
-        step, times = step_of(case, args.block), []
-        for runner.graphs in (graphs, None):
-            times.append(milliseconds(lambda step=step: runner.execute(step), args.repeats))  # type: ignore[misc]
+        runner.graphs = graphs
+        captured = execution_ms(runner, case, args)
+        runner.graphs = None
+        eager = execution_ms(runner, case, args)
         floor = floor_ms(args, case) + 1e3 * size / (args.terabytes * 1e12)
-        print(f"{case.children:8} {case.prompt:7} {floor:9.3f} {times[0]:10.3f} {times[1]:10.3f}", flush=True)
-        results.append({**asdict(case), "floor_ms": floor, "graph_ms": times[0], "eager_ms": times[1]})
+        print(f"{case.children:8} {case.prompt:7} {floor:9.3f} {captured:10.3f} {eager:10.3f}", flush=True)
+        results.append({**asdict(case), "floor_ms": floor, "graph_ms": captured, "eager_ms": eager})
     return results
 
 
