@@ -1,7 +1,8 @@
 """The Triton kernels on the CPU, through Triton's interpreter.
 
-Triton decides while it is imported whether to interpret, so this must be its first import in a process; modules of
-tests call `load` at their top, where pytest collects them. Nothing else here uses Triton on a machine without a GPU.
+Triton decides while it is imported whether to interpret, so this must be its first import in a process. Modules of tests
+call `load` at their top, where pytest collects them, and lie in `tests/kernels`, which comes before the tests that import
+models of transformers and with them Triton. Nothing else here uses Triton on a machine without a GPU.
 """
 
 import importlib
@@ -22,6 +23,6 @@ def load() -> ModuleType:
     if torch.cuda.is_available():
         pytest.skip("here the Triton kernels run on the GPU: see tests/gpu", allow_module_level=True)
     if "triton" in sys.modules and "kernels.triton" not in sys.modules:
-        raise RuntimeError("something imported Triton before the tests of its kernels could choose the interpreter")
+        raise RuntimeError("Triton was imported before its interpreter could be chosen: put tests/kernels first")
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
         return importlib.import_module("kernels.triton")
