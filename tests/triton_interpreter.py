@@ -1,8 +1,8 @@
 """The Triton kernels on the CPU, through Triton's interpreter.
 
-Triton decides while it is imported whether to interpret, so this must be its first import in a process. Modules of tests
-call `load` at their top, where pytest collects them, and lie in `tests/kernels`, which comes before the tests that import
-models of transformers and with them Triton. Nothing else here uses Triton on a machine without a GPU.
+Triton decides while it is imported whether to interpret, so this must be its first import in a process. Modules of
+tests call `load` at their top, where pytest collects them, and lie in `tests/kernels`, which comes before the tests
+that import models of transformers and with them Triton. Nothing else here uses it on a machine without a GPU.
 """
 
 import importlib
