@@ -1,9 +1,10 @@
 #!/bin/sh
 # Everything a machine with a GPU can say about the kernels, in under ten minutes: tests, then the benchmark.
-# Results go to the folder $OUT, by default here. PYTHON names the interpreter.
+# Results go to the folder $OUT, by default a new one. PYTHON names the interpreter; options go to the benchmark.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
-OUT=${OUT:-.}
+OUT=${OUT:-$(mktemp -d)}
+echo "results in $OUT"
 PYTHON=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1
 # Only pytest itself is needed, none of its plugins; the test that needs the embedded model is for machines that have it.
