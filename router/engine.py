@@ -46,7 +46,8 @@ class Engine(Protocol):
     def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
         """Deltas as they come; ends after the update that carries the usage.
 
-        With `whole` each choice comes in one piece, when it has finished. Raises NoHealthyGroupError on the first step; GenerationError at any.
+        With `whole` each choice comes in one piece, when it has finished. Raises NoHealthyGroupError on the first
+        step; GenerationError at any.
         """
         ...
 

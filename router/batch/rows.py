@@ -24,7 +24,10 @@ from router.serving import Format, Serving
 Raw = str | bytes | Mapping[str, Any]
 """A line of JSON, or the values of a table's row by column."""
 
-URLS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest}
+URLS: Mapping[str, type[GenerationRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+}
 _LINE = {"custom_id", "method", "url", "body"}
 
 
@@ -89,13 +92,13 @@ class RowReader:
         value = fields.get(name)
         if value is None and name == "id":
             return str(number), fields
-        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        if (row_id := _id_text(value)) is None:
             return str(number), ApiError(Fault.INVALID, f"{name} must be a text that is not empty", name)
-        digest = hashlib.blake2b(str(value).encode("utf-8", "backslashreplace"), digest_size=8).digest()
+        digest = hashlib.blake2b(row_id.encode(), digest_size=8).digest()
         if digest in self._seen:
-            return clip(str(value)), ApiError(Fault.INVALID, f"{name} {clip(str(value))!r} was used before", name)
+            return row_id, ApiError(Fault.INVALID, f"{name} {clip(row_id)!r} was used before", name)
         self._seen.add(digest)
-        return str(value), fields
+        return row_id, fields
 
     async def read(self, number: int, row_id: str, fields: Mapping[str, Any]) -> Row:
         """The row as a plan. Raises ApiError naming the field."""
@@ -165,6 +168,14 @@ def _fields(raw: Raw) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise ApiError(Fault.INVALID, "the line is not a JSON object")
     return fields
+
+
+def _id_text(value: Any) -> str | None:
+    """An id as text; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        return None
+    text = str(value)
+    return text if text == clip(text, len(text)) else None
 
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
