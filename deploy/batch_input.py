@@ -5,6 +5,7 @@ Nothing is counted before the start. Knows files and bytes, not what rows mean. 
 
 import asyncio
 import hashlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -124,15 +125,14 @@ class BatchInput:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.execution_options.preserve_order = True
-        context.execution_options.verbose_progress = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
         context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
             object_store_memory=_READ_AHEAD
         )
-        options = {"ray_remote_args": {"num_cpus": 0}}
         fs = None if self._local else self._fs
         if not self._parquet:
-            return ray.data.read_datasource(LineDatasource(self._paths, filesystem=fs), **options)
-        dataset = ray.data.read_parquet(self._paths, filesystem=fs, **options)
+            return ray.data.read_datasource(LineDatasource(self._paths, filesystem=fs), num_cpus=0)
+        dataset = ray.data.read_parquet(self._paths, filesystem=fs, num_cpus=0)
         self._size = dataset.count() or 1  # from the files' footers
         return dataset
 
