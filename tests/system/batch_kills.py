@@ -77,7 +77,7 @@ def cluster(cpus: int) -> Iterator[tuple[str, str]]:
     """A local Ray cluster with a job server: the address of its dashboard, and a mark its processes inherit."""
     import ray
 
-    mark = os.urandom(8).hex()
+    mark, environment = os.urandom(8).hex(), dict(os.environ)
     os.environ |= {"CHORAL_TEST_MARK": mark, NICENESS: "0"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     context = ray.init(address="local", num_cpus=cpus, include_dashboard=True, log_to_driver=False)
@@ -86,6 +86,8 @@ def cluster(cpus: int) -> Iterator[tuple[str, str]]:
         yield f"http://{context.dashboard_url}", mark
     finally:
         ray.shutdown()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def write_input(plan: Plan, file: Path) -> None:
