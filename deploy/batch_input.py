@@ -8,10 +8,12 @@ import hashlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import ray
 from ray.data import DataContext, Dataset
 from ray.data.datasource import FileBasedDatasource
@@ -23,6 +25,7 @@ BLOCK_BYTES = 1 << 20
 """Of input read at once; a few such blocks wait between the reader and the job."""
 HASHED_BYTES = 2 << 30
 """Local input up to this size is hashed whole, about a second per GB. Beyond, size, time and both ends stand for it."""
+TABLE_ROWS = 1024
 _END_BYTES = 8 << 20
 _READ_AHEAD = 64 << 20
 
@@ -40,6 +43,17 @@ class LineDatasource(FileBasedDatasource):
             yield pa.table({"line": pa.array([rest], pa.large_binary())})
 
 
+class TableDatasource(FileBasedDatasource):
+    """Parquet, some rows at a time. Ray Data's own reader looks at the files with tasks that wait for a CPU."""
+
+    def _open_input_source(self, filesystem: Any, path: str, **options: Any) -> Any:
+        return filesystem.open_input_file(path)
+
+    def _read_stream(self, f: Any, path: str) -> Iterator[pa.Table]:
+        for batch in pq.ParquetFile(f).iter_batches(batch_size=TABLE_ROWS):
+            yield pa.Table.from_batches([batch])
+
+
 class BatchInput:
     """The files of a job. Raises OptionError naming a path that is not there or of no known kind."""
 
@@ -51,8 +65,10 @@ class BatchInput:
             raise OptionError("INPUT: JSON lines and Parquet cannot be mixed")
         self._parquet = kinds == {"parquet"}
         self._infos = [self._fs.info(path) for path in self._paths]
-        self._size = sum(info["size"] for info in self._infos) or 1
+        self._bytes = sum(info["size"] for info in self._infos)
+        self._size = (self._rows_by_footers() if self._parquet else self._bytes) or 1
         self._read = 0
+        """Of the size: rows of Parquet, bytes of lines."""
 
     @property
     def fraction(self) -> float:
@@ -70,7 +86,7 @@ class BatchInput:
         if not self._local:
             return str(self._fs.ukey(path)).encode()
         with open(path, "rb") as stream:
-            if self._size <= HASHED_BYTES:
+            if self._bytes <= HASHED_BYTES:
                 return hashlib.file_digest(stream, "sha256").digest()
             head = stream.read(_END_BYTES)
             stream.seek(-min(_END_BYTES, info["size"]), 2)
@@ -87,11 +103,12 @@ class BatchInput:
 
         def read() -> None:
             try:
-                for block in self._dataset().iter_batches(batch_size=None, batch_format="pyarrow"):
-                    for piece in block.to_batches(max_chunksize=1024):
-                        put(piece)
-                    if stopped.is_set():
-                        return
+                with closing(iter(self._dataset().iter_batches(batch_size=None, batch_format="pyarrow"))) as blocks:
+                    for block in blocks:
+                        for piece in block.to_batches(max_chunksize=TABLE_ROWS):
+                            put(piece)
+                        if stopped.is_set():
+                            return
                 put(None)
             except Exception as error:
                 put(error)
@@ -129,12 +146,15 @@ class BatchInput:
         context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
             object_store_memory=_READ_AHEAD
         )
-        fs = None if self._local else self._fs
-        if not self._parquet:
-            return ray.data.read_datasource(LineDatasource(self._paths, filesystem=fs), num_cpus=0)
-        dataset = ray.data.read_parquet(self._paths, filesystem=fs, num_cpus=0)
-        self._size = dataset.count() or 1  # from the files' footers
-        return dataset
+        kind = TableDatasource if self._parquet else LineDatasource
+        source = kind(self._paths, filesystem=None if self._local else self._fs)
+        return ray.data.read_datasource(source, num_cpus=0)
+
+    def _rows_by_footers(self) -> int:
+        try:
+            return sum(pq.read_metadata(path, filesystem=self._fs).num_rows for path in self._paths)
+        except pa.ArrowInvalid as error:
+            raise OptionError(f"INPUT: {error}") from error
 
     @property
     def _local(self) -> bool:
