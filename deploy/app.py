@@ -42,6 +42,14 @@ DRAIN_S = 600.0
 LAST_BYTES_S = 0.5
 """What the HTTP proxy needs to pass on the end of the last replies."""
 
+RAY_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+}
+"""For a Ray started here. It runs its workers at low priority by default, so that anything else on the machine slows
+every step; and its own loops, at their default pace, take three per cent of a core from the model all the time."""
+
 Say = Callable[[str], None]
 
 
@@ -159,8 +167,8 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         if device == "cpu" and ranks > cores:
             say(f"{ranks} ranks share {cores} cores")
         options = {"address": "local", "num_cpus": max(cores, ranks), "include_dashboard": config.dashboard}
-    # Ray runs its workers at low priority, so that anything else on the machine slows every step.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     terminate = signal.getsignal(signal.SIGTERM)
@@ -179,7 +187,7 @@ def _deploy(config: ClusterConfig, port: int, tokenizer: Path, name: str, device
     del options["model_folder"]  # each group resolves the model on its own node
     groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     router = serve.deployment(Ingress).options(**router_options())
-    bound = groups.bind(config.model, options, _threads(config, device))
+    bound = groups.bind(config.model, options, _threads(config, device), config.push_interval_s)
     app = router.bind(config, str(tokenizer), name, bound)
     targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)

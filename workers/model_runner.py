@@ -7,6 +7,7 @@ the others in `workers.rank_loop`.
 import hashlib
 import logging
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -24,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """Identifies all that fixes a child's bits beside its request: the model, and how its groups compute it.
+    """Identifies all that fixes a child's bits beside its request: the model, and how and by what it is computed.
 
     A group that does not shard exactly has bits of its own at every size.
     """
     device = resolve_device(config.device)
     tp = 0 if config.shards_exactly(device.type) else config.tp
-    how = (str(resolve_dtype(config.dtype, device)), device.type, config.block_size, tp)
+    how = (version("choral"), str(resolve_dtype(config.dtype, device)), device.type, config.block_size, tp)
     return hashlib.sha256(repr((weights_digest(Path(config.model_folder)), how)).encode()).hexdigest()[:16]
 
 
