@@ -7,6 +7,7 @@ Called by `deploy.batch`.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -26,6 +27,8 @@ from router.batch.store import SampleStore
 from router.engine import GenerationError, ModelInfo
 from router.ingress import make_aggregator
 from router.ray_engine import RayEngine
+
+log = logging.getLogger(__name__)
 
 PING_S = 1.0
 ANSWER_S = 30.0
@@ -93,7 +96,10 @@ class JobEngine:
     async def _watch_aggregator(self) -> None:
         while True:
             await asyncio.sleep(PING_S)
-            await self._check_aggregator()
+            try:
+                await self._check_aggregator()
+            except RayError:
+                log.exception("could not make a new aggregator")
 
     async def _check_aggregator(self) -> None:
         """Put a new aggregator in the place of one that does not answer."""

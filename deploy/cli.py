@@ -16,6 +16,7 @@ from deploy.bench import add_bench_options, run_bench
 from deploy.errors import CommandError
 from deploy.options import add_cluster_options
 from deploy.sample import add_sample_options, run_sample
+from deploy.score import add_score_options, run_score
 from deploy.serve import interrupt_on_sigterm, run_serve
 
 INTERRUPTED = 130
@@ -67,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_cluster_options(command("serve", "Start a cluster and serve its HTTP API until Ctrl-C", run_serve))
     add_sample_options(command("sample", "Ask one question and watch its samples grow", run_sample))
     add_batch_options(command("batch", "Sample a data set, and resume where the last run ended", run_batch))
+    add_score_options(command("score", "Grade the samples of a batch: pass@k, maj@k and their curves", run_score))
     add_bench_options(command("bench", "Measure a server, or two in turns, with a clock for every child", run_bench))
     command("version", "Print the version", run_version)
     return parser

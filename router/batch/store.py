@@ -125,6 +125,15 @@ class SampleStore:
             store._recover()
         return store
 
+    @classmethod
+    def read(cls, url: str) -> "SampleStore":
+        """The store at `url` for its `records` alone, also while a job writes there. Raises StoreError."""
+        store = cls(url, "parquet")
+        if (known := store._read_manifest()) is None:
+            raise StoreError(f"{url} has no {MANIFEST}: no batch has written there")
+        store._form = known["job"]["format"]
+        return store
+
     def close(self) -> None:
         """Flush, and let others open the folder."""
         self.flush()
@@ -167,10 +176,10 @@ class SampleStore:
         self._manifest |= values
         self._write(MANIFEST, _json(self._manifest))
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        """All written samples as plain data, shard by shard."""
+    def records(self, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+        """All written samples as plain data, shard by shard, with all columns or these."""
         for name in self._shards():
-            yield from self._read(name)
+            yield from self._read(name, columns)
 
     def has(self, name: str) -> bool:
         """Whether `write_text` has written a file of this name."""
@@ -222,7 +231,8 @@ class SampleStore:
     def _read(self, name: str, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
         with self._fs.open(f"{self._folder}/{name}", "rb") as stream:
             if name.endswith(".jsonl"):
-                yield from map(json.loads, stream)
+                for record in map(json.loads, stream):
+                    yield {name: record[name] for name in columns or record}
             else:
                 yield from pq.read_table(stream, columns=columns).to_pylist()
 
