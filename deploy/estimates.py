@@ -42,7 +42,7 @@ def pass_at(grades: Grades, k: int) -> float:
 
 
 def majority_at(grades: Grades, k: int) -> float:
-    """How often the most frequent answer of k samples is right, over disjoint groups; of equal ones the earlier wins."""
+    """How often the most frequent of k answers is right, over disjoint groups; of equals the first wins."""
     groups = [grades[start : start + k] for start in range(0, len(grades) - k + 1, k)]
     return sum(_majority_is_right(group) for group in groups) / len(groups)
 

@@ -121,7 +121,7 @@ def run_job(plan: Plan, dashboard: str, mark: str, source: Path, output: Path, r
             if process.returncode == 0:
                 break
             assert run.commands <= plan.kills + 50, _tail(log)
-            print(f"{run.seconds:6.1f} s  the command ended with {process.returncode}", flush=True)
+            print(f"{run.seconds:6.1f} s  the command ended with {process.returncode}: {_tail(log)}", flush=True)
 
 
 def _command(plan: Plan, dashboard: str, source: Path, output: Path) -> list[str]:
@@ -132,7 +132,7 @@ def _command(plan: Plan, dashboard: str, source: Path, output: Path) -> list[str
 
 def _tail(log: Any) -> str:
     log.seek(0)
-    return str(log.read()[-3000:])
+    return str(log.read()[-300:])
 
 
 def _kill_one(rng: random.Random, plan: Plan, mark: str, output: Path, run: Run) -> None:
