@@ -8,11 +8,13 @@ content, and prints the time the kills cost. The slow test runs it small; by han
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,6 @@ TITLES = {
     "driver": "batch",
 }
 """What the command line of each kind of victim begins with; that of a driver holds the output folder besides."""
-NICENESS = "RAY_worker_niceness"
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,55 @@ class Run:
 
 
 @contextmanager
-def cluster(cpus: int) -> Iterator[tuple[str, str]]:
-    """A local Ray cluster with a job server: the address of its dashboard, and a mark its processes inherit."""
-    import ray
+def cluster(cpus: int) -> Iterator[tuple[str, str, str]]:
+    """A Ray cluster of its own with a job server: its address, its dashboard, and a mark all its processes inherit.
 
+    Every port is a free one, so that other clusters on the machine do not matter.
+    """
     mark, environment = os.urandom(8).hex(), dict(os.environ)
-    os.environ |= {"CHORAL_TEST_MARK": mark, NICENESS: "0"}
+    os.environ |= {"CHORAL_TEST_MARK": mark, "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    context = ray.init(address="local", num_cpus=cpus, include_dashboard=True, log_to_driver=False)
-    os.environ["RAY_AUTH_MODE"] = "token"  # for the commands: Ray asks for a token where it was started like this
-    try:
-        yield f"http://{context.dashboard_url}", mark
-    finally:
-        ray.shutdown()
-        os.environ.clear()
-        os.environ.update(environment)
+    port, dashboard, agent = _free_ports(3)
+    options = [f"--port={port}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+    options += ["--node-ip-address=127.0.0.1", f"--num-cpus={cpus}", "--disable-usage-stats", "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", *options]
+    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            _wait_for_agent(process, agent, log)
+            yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", mark
+        finally:
+            process.terminate()
+            _end_marked(mark)
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [taken.getsockname()[1] for taken in sockets]
+
+
+def _wait_for_agent(process: "subprocess.Popen[bytes]", port: int, log: Any) -> None:
+    """The agent, which takes jobs, comes up last."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert process.poll() is None and time.monotonic() < deadline, _tail(log)
+            time.sleep(0.2)
+
+
+def _end_marked(mark: str) -> None:
+    """Wait for the cluster's processes to end, and end those that do not."""
+    deadline = time.monotonic() + 20
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def write_input(plan: Plan, file: Path) -> None:
@@ -186,7 +221,7 @@ def compare(plan: Plan, folder: Path, seconds: float = float("inf")) -> bool:
     deadline = time.monotonic() + seconds
     source = folder / "in.jsonl"
     write_input(plan, source)
-    with cluster(plan.tp + 1) as (dashboard, mark):
+    with cluster(plan.tp + 1) as (_, dashboard, mark):
         for name, kills in (("calm", 0), ("hit", plan.kills)):
             run = Run.load(folder / f"{name}.json", plan, kills)
             try:

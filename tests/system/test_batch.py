@@ -31,12 +31,8 @@ class Cluster:
 @pytest.fixture(scope="module")
 def running(embedded_model: Path) -> Iterator[Cluster]:
     """A Ray cluster with a job server, and Choral on it."""
-    import ray
-
-    with cluster(1) as (dashboard, _):
-        address = ray.get_runtime_context().gcs_address
-        with serve("--address", address) as server:
-            yield Cluster(dashboard, address, server)
+    with cluster(1) as (address, dashboard, _), serve("--address", address) as server:
+        yield Cluster(dashboard, address, server)
 
 
 @pytest.fixture
