@@ -60,15 +60,14 @@ class Run:
     """Counts of written samples at which a kill is due."""
     seconds: float = 0.0
     commands: int = 0
-    kills: Counter[str] = field(default_factory=Counter)
+    kills: dict[str, int] = field(default_factory=dict)
     ended: bool = False
 
     @classmethod
     def load(cls, file: Path, plan: Plan, kills: int) -> "Run":
         """As `compare` left it, or a new one."""
         if file.exists():
-            known = json.loads(file.read_text())
-            return cls(**{**known, "kills": Counter(known["kills"])})
+            return cls(**json.loads(file.read_text()))
         rng = random.Random(plan.seed + 1)
         return cls(sorted(rng.randrange(plan.total * 2 // 3) for _ in range(kills)))
 
@@ -176,7 +175,7 @@ def _kill_one(rng: random.Random, plan: Plan, mark: str, output: Path, run: Run)
     kind = rng.choice(plan.victims)
     if found := [pid for pid in _marked(mark) if _is(kind, pid, output)]:
         os.kill(rng.choice(found), signal.SIGKILL)
-        run.kills[kind] += 1
+        run.kills[kind] = run.kills.get(kind, 0) + 1
         run.moments.pop(0)
         print(f"{run.seconds:6.1f} s  killed {kind}", flush=True)
 
@@ -239,7 +238,7 @@ def compare(plan: Plan, folder: Path, seconds: float = float("inf")) -> bool:
 def check(plan: Plan, folder: Path) -> None:
     """Nothing is missing, doubled or different after the kills. Prints what they cost."""
     calm, hit = (Run.load(folder / f"{name}.json", plan, 0) for name in ("calm", "hit"))
-    print(f"undisturbed: {calm.seconds:.1f} s; with {sum(hit.kills.values())} kills {dict(hit.kills)}: ", end="")
+    print(f"undisturbed: {calm.seconds:.1f} s; with {sum(hit.kills.values())} kills {hit.kills}: ", end="")
     print(f"{hit.seconds:.1f} s, {hit.commands} commands")
     lost = hit.seconds - calm.seconds
     print(f"time lost: {lost:.1f} s, {lost / max(plan.kills, 1):.1f} s per kill")
