@@ -142,7 +142,19 @@ class RayEngine:
             raise NoHealthyGroupError("no group is ready") from error
         placement = {c.index: group for group, families in by_group.items() for f in families for c in f.children}
         await self._aggregator.open.remote(parent, stream=stream, placement=placement)
-        await asyncio.gather(*(self._apart(self._submit(group, families)) for group, families in by_group.items()))
+        calls = (self._while_alive(group, self._submit(group, families)) for group, families in by_group.items())
+        await asyncio.gather(*(self._apart(call) for call in calls))
+
+    async def _while_alive(self, group: str, call: Coroutine[Any, Any, None]) -> None:
+        """Await a call to a group until the group is given up: Serve would wait for a replica that never returns."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=WATCH_S))[0]:
+                if group not in self._dispatcher.groups:
+                    raise NoHealthyGroupError("the group was lost before it took the request")
+            task.result()
+        finally:
+            task.cancel()
 
     def _apart(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `call` in the context this object was made in, outside that of the request.
