@@ -68,7 +68,7 @@ class RunningCluster:
 
     def wait(self) -> None:
         """Return when the application has died; a signal leaves by exception."""
-        while _status() is ApplicationStatus.RUNNING:
+        while app_status() is ApplicationStatus.RUNNING:
             time.sleep(5.0)
 
     def drain(self) -> None:
@@ -151,6 +151,12 @@ def _reach(address: str | None) -> None:
         raise OSError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
 
 
+def connect(config: ClusterConfig, say: Say) -> None:
+    """Join the Ray at `config.address`, starting nothing. Raises OSError naming the address, or StartError."""
+    _reach(config.address)
+    _start_ray(config, config.device, say)
+
+
 def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
     """Join a cluster, or start one here with room for the ranks that share the cores."""
     say(f"joining Ray at {config.address}" if config.address else "starting Ray")
@@ -195,7 +201,7 @@ def _threads(config: ClusterConfig, device: str) -> int | None:
     return max(1, (os.cpu_count() or 1) // ranks)
 
 
-def _status() -> ApplicationStatus | None:
+def app_status() -> ApplicationStatus | None:
     app = serve.status().applications.get(APP)
     return app.status if app else None
 
@@ -204,7 +210,7 @@ def _wait_until_running(say: Say) -> None:
     """Raises StartError with Serve's message when the deployment fails, or when it takes too long."""
     say("loading the model")
     deadline = time.monotonic() + DEPLOY_TIMEOUT_S
-    while (status := _status()) is not ApplicationStatus.RUNNING:
+    while (status := app_status()) is not ApplicationStatus.RUNNING:
         if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             raise StartError(_failure())
         if time.monotonic() > deadline:

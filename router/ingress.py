@@ -46,10 +46,14 @@ class Ingress:
         self, config: ClusterConfig, folder: str, model_name: str, groups: Any
     ) -> None:
         self._limits = RouterLimits(max_n=config.max_n, max_children=config.max_children)
-        self._aggregator = _make_aggregator(folder)
+        self._aggregator = make_aggregator(folder)
         await self._aggregator.ping.remote()
         model = await _await_model(groups, model_name, folder)
         self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex())
+
+    async def about(self) -> ModelInfo:
+        """What is served; a job on the same cluster asks."""
+        return self._engine.model
 
     async def drain(self) -> None:
         """See `RayEngine.drain`."""
@@ -70,7 +74,8 @@ class Ingress:
         return app
 
 
-def _make_aggregator(folder: str) -> Any:
+def make_aggregator(folder: str) -> Any:
+    """An aggregation actor on this node that ends with its maker."""
     node = ray.get_runtime_context().get_node_id()
     return AggregatorActor.options(  # type: ignore[attr-defined]
         num_cpus=0,
@@ -94,4 +99,5 @@ async def _await_model(groups: Any, name: str, folder: str) -> ModelInfo:
         vocab_size=about["vocab_size"],
         exact=about["exact"],
         created=int(time.time()),
+        fingerprint=about["fingerprint"],
     )

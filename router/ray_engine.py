@@ -52,6 +52,17 @@ class RayEngine:
     def model(self) -> ModelInfo:
         return self._model
 
+    @property
+    def groups(self) -> int:
+        """How many groups are alive."""
+        return len(self._dispatcher.groups)
+
+    @property
+    def slots(self) -> int:
+        """How many children the living groups compute at once, all together."""
+        alive = set(self._dispatcher.groups)
+        return sum(stats["about"]["max_running"] for stats in self._stats if stats["group"] in alive)
+
     async def healthy(self) -> bool:
         return bool(self._dispatcher.groups) and not self._draining
 
@@ -92,10 +103,10 @@ class RayEngine:
             return []
         return [answer for answer in answers if isinstance(answer, dict)]
 
-    async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
+    async def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
         self._active += 1
         try:
-            await self._start(parent, stream=True)
+            await self._start(parent, stream=not whole)
             async for ref in self._aggregator.updates.remote(parent.parent_id):
                 update: ParentUpdate = await ref
                 self._count_finished(parent, update.deltas)
@@ -131,7 +142,19 @@ class RayEngine:
             raise NoHealthyGroupError("no group is ready") from error
         placement = {c.index: group for group, families in by_group.items() for f in families for c in f.children}
         await self._aggregator.open.remote(parent, stream=stream, placement=placement)
-        await asyncio.gather(*(self._apart(self._submit(group, families)) for group, families in by_group.items()))
+        calls = (self._while_alive(group, self._submit(group, families)) for group, families in by_group.items())
+        await asyncio.gather(*(self._apart(call) for call in calls))
+
+    async def _while_alive(self, group: str, call: Coroutine[Any, Any, None]) -> None:
+        """Await a call to a group until the group is given up: Serve would wait for a replica that never returns."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=WATCH_S))[0]:
+                if group not in self._dispatcher.groups:
+                    raise NoHealthyGroupError("the group was lost before it took the request")
+            task.result()
+        finally:
+            task.cancel()
 
     def _apart(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `call` in the context this object was made in, outside that of the request.
