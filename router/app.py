@@ -46,15 +46,12 @@ def _json_only(request: Request) -> None:
 
 
 def _public_id(request: Request, body: GenerationRequest) -> str:
-    """The client's own request id, from its header or else the body, or the one drawn for it."""
+    """What names the reply: the body's request_id, else the client's X-Request-Id, else the id drawn for it."""
     header = request.headers.get("x-request-id")
-    given, param = (header, "X-Request-Id") if header is not None else (body.request_id, "request_id")
-    if given is not None:
-        if not REQUEST_ID.fullmatch(given):
-            raise ApiError(Fault.INVALID, f"{param} must be 1 to 128 visible ASCII characters", param)
-        request.state.request_id = given
-    public_id: str = request.state.request_id
-    return public_id
+    given, param = (body.request_id, "request_id") if body.request_id is not None else (header, "X-Request-Id")
+    if given is not None and not REQUEST_ID.fullmatch(given):
+        raise ApiError(Fault.INVALID, f"{param} must be 1 to 128 visible ASCII characters", param)
+    return given or str(request.state.request_id)
 
 
 def _model_entry(model: ModelInfo) -> dict[str, Any]:

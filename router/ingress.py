@@ -21,6 +21,7 @@ from cluster.config import ClusterConfig
 from router.app import create_app
 from router.engine import ModelInfo
 from router.limits import RouterLimits
+from router.middleware import ProxyNamesRequests
 from router.ray_engine import RayEngine
 
 READY_POLL_S = 0.25
@@ -67,7 +68,7 @@ class Ingress:
             task.cancel()
 
         app.router.lifespan_context = watching
-        return app
+        return ProxyNamesRequests(app)
 
 
 def _make_aggregator(folder: str) -> Any:

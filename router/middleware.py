@@ -15,10 +15,7 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestId:
-    """Sets `state.request_id` to the client's X-Request-Id, or a new one, and returns it as a header.
-
-    A route that finds a better one in the body may change the state before the reply starts.
-    """
+    """Sets `state.request_id` to the client's X-Request-Id, or a new one, and returns it as a header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -36,6 +33,21 @@ class RequestId:
             await send(message)
 
         return await self._app(scope, receive, named)
+
+
+class ProxyNamesRequests:
+    """For an app behind Serve, whose proxy names every request and reply itself: drops the app's second header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def unnamed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                del MutableHeaders(scope=message)["x-request-id"]
+            await send(message)
+
+        await self._app(scope, receive, unnamed)
 
 
 class BodyLimit:
