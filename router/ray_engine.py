@@ -95,10 +95,10 @@ class RayEngine:
             return []
         return [answer for answer in answers if isinstance(answer, dict)]
 
-    async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
+    async def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
         self._active += 1
         try:
-            await self._start(parent, stream=True)
+            await self._start(parent, stream=not whole)
             async for ref in self._aggregator.updates.remote(parent.parent_id):
                 update: ParentUpdate = await ref
                 self._count_finished(parent, update.deltas)
