@@ -128,4 +128,5 @@ def failures(
 
 
 def _json(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    """ASCII only, so that no client splits a line at a Unicode line separator."""
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n"

@@ -42,7 +42,9 @@ def _line(family: list[Record], batch_id: str) -> dict[str, Any]:
 
 
 def _error(error: Mapping[str, Any]) -> dict[str, Any]:
-    return {"error": {name: error[name] for name in ("message", "type", "param", "code")}}
+    """As the routes answer: a record always has a code, a reply may have none."""
+    code = None if error["code"] == error["type"] else error["code"]
+    return {"error": {**{name: error[name] for name in ("message", "type", "param")}, "code": code}}
 
 
 def _reply(family: list[Record]) -> dict[str, Any]:
