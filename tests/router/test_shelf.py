@@ -29,9 +29,7 @@ def test_ids_are_listed_in_the_order_they_were_made(shelf: Shelf) -> None:
 
 @pytest.mark.parametrize("newest_first", [False, True])
 @pytest.mark.parametrize("limit", [1, 3, 7, 8])
-def test_pages_hold_every_entry_once_also_when_the_cursor_is_gone(
-    shelf: Shelf, newest_first: bool, limit: int
-) -> None:
+def test_pages_hold_every_entry_once_also_when_the_cursor_is_gone(shelf: Shelf, newest_first: bool, limit: int) -> None:
     for _ in range(7):
         put(shelf)
     expected, found, after, more = shelf.ids(newest_first=newest_first), list[str](), None, True
