@@ -39,6 +39,9 @@ class ClusterConfig(BaseModel):
     max_children: int = Field(4096, ge=1, description="Children admitted at once over the app; more get a 429")
     batch_children: int | None = Field(None, ge=1, description="Children of batches at once; default: max_running / 2")
     files_dir: str | None = Field(None, description="Folder of files and batches; default: $CHORAL_HOME/files")
+    push_interval_s: float = Field(
+        0.04, ge=0, description="Tokens of a running child travel at most so often; first and last ones never wait"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: the cores shared out")
     start_timeout_s: float = Field(30.0, gt=0, description="Longest wait for the cluster to place a group")
     collective_timeout_s: float = Field(60.0, gt=0, description="A rank silent for so long is taken for lost")

@@ -42,6 +42,14 @@ DRAIN_S = 600.0
 LAST_BYTES_S = 0.5
 """What the HTTP proxy needs to pass on the end of the last replies."""
 
+RAY_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+}
+"""For a Ray started here. It runs its workers at low priority by default, so that anything else on the machine slows
+every step; and its own loops, at their default pace, take three per cent of a core from the model all the time."""
+
 Say = Callable[[str], None]
 
 
@@ -60,7 +68,7 @@ class RunningCluster:
 
     def wait(self) -> None:
         """Return when the application has died; a signal leaves by exception."""
-        while _status() is ApplicationStatus.RUNNING:
+        while app_status() is ApplicationStatus.RUNNING:
             time.sleep(5.0)
 
     def drain(self) -> None:
@@ -151,6 +159,12 @@ def _reach(address: str | None) -> None:
         raise OSError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
 
 
+def connect(config: ClusterConfig, say: Say) -> None:
+    """Join the Ray at `config.address`, starting nothing. Raises OSError naming the address, or StartError."""
+    _reach(config.address)
+    _start_ray(config, config.device, say)
+
+
 def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
     """Join a cluster, or start one here with room for the ranks that share the cores."""
     say(f"joining Ray at {config.address}" if config.address else "starting Ray")
@@ -161,8 +175,8 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         if device == "cpu" and ranks > cores:
             say(f"{ranks} ranks share {cores} cores")
         options = {"address": "local", "num_cpus": max(cores, ranks), "include_dashboard": config.dashboard}
-    # Ray runs its workers at low priority, so that anything else on the machine slows every step.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     terminate = signal.getsignal(signal.SIGTERM)
@@ -181,7 +195,7 @@ def _deploy(config: ClusterConfig, port: int, tokenizer: Path, name: str, device
     del options["model_folder"]  # each group resolves the model on its own node
     groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     router = serve.deployment(Ingress).options(**router_options())
-    bound = groups.bind(config.model, options, _threads(config, device))
+    bound = groups.bind(config.model, options, _threads(config, device), config.push_interval_s)
     app = router.bind(config, str(tokenizer), name, bound)
     targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -195,7 +209,7 @@ def _threads(config: ClusterConfig, device: str) -> int | None:
     return max(1, (os.cpu_count() or 1) // ranks)
 
 
-def _status() -> ApplicationStatus | None:
+def app_status() -> ApplicationStatus | None:
     app = serve.status().applications.get(APP)
     return app.status if app else None
 
@@ -204,7 +218,7 @@ def _wait_until_running(say: Say) -> None:
     """Raises StartError with Serve's message when the deployment fails, or when it takes too long."""
     say("loading the model")
     deadline = time.monotonic() + DEPLOY_TIMEOUT_S
-    while (status := _status()) is not ApplicationStatus.RUNNING:
+    while (status := app_status()) is not ApplicationStatus.RUNNING:
         if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             raise StartError(_failure())
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """The `choral` command: parses, hands over to a command, and turns errors into a line and an exit code.
 
-0 done; 1 the cluster or the server failed; 2 a bad option or configuration file; 130 interrupted. Imports
-nothing heavy before a command needs it, so that `choral --help` is quick.
+0 done; 1 the cluster or the server failed; 2 a bad option or configuration file; 3 some rows of a batch failed;
+130 interrupted. Imports nothing heavy before a command needs it, so that `choral --help` is quick.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deploy.batch import add_batch_options, run_batch
 from deploy.bench import add_bench_options, run_bench
 from deploy.errors import CommandError
 from deploy.options import add_cluster_options
@@ -23,6 +24,7 @@ examples:
   choral sample "Name a colour." -n 8       start a server, ask it, stop it
   choral serve --groups 2 --tp 2            two groups of two ranks, on port 8000
   choral sample "Name a colour." -n 8 --url http://127.0.0.1:8000
+  choral batch questions.jsonl --output samples -n 64
   choral bench --serve                      measure a server started for it
 
 `choral COMMAND --help` lists the options of a command.
@@ -32,6 +34,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `choral` script; returns the exit code."""
     args = make_parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     interrupt_on_sigterm()
     try:
         return int(args.run(args))
@@ -63,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_cluster_options(command("serve", "Start a cluster and serve its HTTP API until Ctrl-C", run_serve))
     add_sample_options(command("sample", "Ask one question and watch its samples grow", run_sample))
+    add_batch_options(command("batch", "Sample a data set, and resume where the last run ended", run_batch))
     add_bench_options(command("bench", "Measure a server, or two in turns, with a clock for every child", run_bench))
     command("version", "Print the version", run_version)
     return parser

@@ -49,10 +49,14 @@ class Ingress:
         self, config: ClusterConfig, folder: str, model_name: str, groups: Any
     ) -> None:
         self._config = config
-        self._aggregator = _make_aggregator(folder)
+        self._aggregator = make_aggregator(folder)
         await self._aggregator.ping.remote()
         model = await _await_model(groups, model_name, folder)
         self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex())
+
+    async def about(self) -> ModelInfo:
+        """What is served; a job on the same cluster asks."""
+        return self._engine.model
 
     async def drain(self) -> None:
         """Batches stop where they are, to go on after the next start; then see `RayEngine.drain`."""
@@ -92,7 +96,8 @@ def _folder(config: ClusterConfig) -> Path | None:
     return Path(config.files_dir) if config.files_dir else None
 
 
-def _make_aggregator(folder: str) -> Any:
+def make_aggregator(folder: str) -> Any:
+    """An aggregation actor on this node that ends with its maker."""
     node = ray.get_runtime_context().get_node_id()
     return AggregatorActor.options(  # type: ignore[attr-defined]
         num_cpus=0,
@@ -116,4 +121,5 @@ async def _await_model(groups: Any, name: str, folder: str) -> ModelInfo:
         vocab_size=about["vocab_size"],
         exact=about["exact"],
         created=int(time.time()),
+        fingerprint=about["fingerprint"],
     )

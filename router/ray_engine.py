@@ -55,6 +55,17 @@ class RayEngine:
     def model(self) -> ModelInfo:
         return self._model
 
+    @property
+    def groups(self) -> int:
+        """How many groups are alive."""
+        return len(self._dispatcher.groups)
+
+    @property
+    def slots(self) -> int:
+        """How many children the living groups compute at once, all together."""
+        alive = set(self._dispatcher.groups)
+        return sum(stats["about"]["max_running"] for stats in self._stats if stats["group"] in alive)
+
     async def healthy(self) -> bool:
         return bool(self._dispatcher.groups) and not self._draining
 

@@ -4,13 +4,17 @@
 the others in `workers.rank_loop`.
 """
 
+import hashlib
 import logging
 import os
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from workers.checkpoint import weights_digest
 from workers.config import EngineConfig
 from workers.loader import load_model, resolve_dtype
 from workers.model_config import ModelConfig
@@ -18,6 +22,17 @@ from workers.step_input import StepInput
 from workers.tensor_parallel import Communicator
 
 log = logging.getLogger(__name__)
+
+
+def fingerprint(config: EngineConfig) -> str:
+    """Identifies all that fixes a child's bits beside its request: the model, and how and by what it is computed.
+
+    A group that does not shard exactly has bits of its own at every size.
+    """
+    device = resolve_device(config.device)
+    tp = 0 if config.shards_exactly(device.type) else config.tp
+    how = (version("choral"), str(resolve_dtype(config.dtype, device)), device.type, config.block_size, tp)
+    return hashlib.sha256(repr((weights_digest(Path(config.model_folder)), how)).encode()).hexdigest()[:16]
 
 
 class ModelRunner:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 from router.batch.records import SCHEMA, Sample
 
-Format = Literal["parquet", "jsonl"]
+Form = Literal["parquet", "jsonl"]
 MANIFEST = "_manifest.json"
 _LOCK = "_lock"
 _KEYS = ["row", "index", "row_samples", "error"]
@@ -80,21 +81,26 @@ class Done:
 class SampleStore:
     """`add` and `done` belong to one event loop; `flush` may run in a thread. See `open`."""
 
-    def __init__(self, url: str, form: Format) -> None:
+    def __init__(self, url: str, form: Form) -> None:
         self._fs, self._folder = fsspec.core.url_to_fs(url)
         self._local = "file" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
-        self._form: Format = form
+        self._form: Form = form
         self._pending: list[Sample] = []
         self._taking = threading.Lock()
         self._flushing = threading.Lock()
         self._lock_file: io.TextIOWrapper | None = None
         self._next = 0
+        self._manifest: dict[str, Any] = {}
         self.done = Done()
+        self.created = int(time.time())
+        """When the job was first started, Unix seconds."""
+        self.notes: dict[str, Any] = {}
+        """What `note` was told."""
         self.summary: dict[str, Any] | None = None
         """What `finish` was told, once the job has ended."""
 
     @classmethod
-    def open(cls, url: str, job: Mapping[str, Any], form: Format, *, force: bool = False) -> "SampleStore":
+    def open(cls, url: str, job: Mapping[str, Any], form: Form, *, force: bool = False) -> "SampleStore":
         """The store of `job`, a flat description of all that fixes its output. A folder of the same job is resumed.
 
         Raises StoreError when the folder holds another job, naming what differs, unless `force` drops that job's
@@ -110,10 +116,12 @@ class SampleStore:
         if known is None:
             if store._shards():
                 raise StoreError(f"{url} holds shards but no {MANIFEST}; choose an empty folder")
-            store._write(MANIFEST, _json({"job": wanted, "summary": None}))
+            store._manifest = {"job": wanted, "created": store.created, "notes": {}, "summary": None}
+            store._write(MANIFEST, _json(store._manifest))
         else:
             _refuse_other(url, known["job"], wanted)
-            store.summary = known["summary"]
+            store._manifest = known
+            store.created, store.notes, store.summary = known["created"], known["notes"], known["summary"]
             store._recover()
         return store
 
@@ -148,13 +156,25 @@ class SampleStore:
         """Flush, and note that the job has ended."""
         self.flush()
         self.summary = dict(summary)
-        manifest = self._read_manifest() or {}
-        self._write(MANIFEST, _json({**manifest, "summary": self.summary}))
+        self._update(summary=self.summary)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a small value beside the job; it is on disk on return. Dropped with the job by `force`."""
+        self.notes = {**self.notes, name: value}
+        self._update(notes=self.notes)
+
+    def _update(self, **values: Any) -> None:
+        self._manifest |= values
+        self._write(MANIFEST, _json(self._manifest))
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All written samples as plain data, shard by shard."""
         for name in self._shards():
             yield from self._read(name)
+
+    def has(self, name: str) -> bool:
+        """Whether `write_text` has written a file of this name."""
+        return bool(self._fs.exists(f"{self._folder}/{name}"))
 
     def write_text(self, name: str, lines: Iterator[str]) -> None:
         """Write another file into the folder, atomically, line by line."""
