@@ -268,7 +268,7 @@ class BatchExecutor:
     def _capacity(self, batch_id: str) -> int:
         """Children this batch may have under way: an equal part of what batches may, if online requests leave it."""
         limits = self._serving.limits
-        others = sum(r.progress.children_alive for other, r in self._runners.items() if other != batch_id)
+        others = sum(r.in_use for other, r in self._runners.items() if other != batch_id)
         part = -(-limits.batch_children // max(len(self._runners), 1))
         left = min(limits.batch_children, limits.running_children - self._serving.admission.in_use) - others
         return max(0, min(part, left))
