@@ -29,7 +29,7 @@ from cluster.placement import PlacementError, group_options, wait_for_room
 from cluster.worker_group import WorkerGroup
 from kernels import ops
 from router.ingress import Ingress, router_options
-from workers.checkpoint import resolve, tokenizer_folder
+from workers.checkpoint import cache_folder, resolve, tokenizer_folder
 from workers.model_config import ModelConfig
 from workers.model_runner import resolve_device
 from workers.tensor_parallel import ShardPlan
@@ -102,6 +102,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
         tokenizer = tokenizer_folder(folder)
         device = resolve_device(config.device).type
         _check_shape(config, folder, device)
+        config = config.model_copy(update={"files_dir": _files_folder(config)})
         port = _bindable(config.host, config.port)
         _reach(config.address)
     except (ValueError, OSError, RuntimeError) as error:
@@ -127,6 +128,13 @@ def _check_shape(config: ClusterConfig, folder: Path, device: str) -> None:
     model = ModelConfig.from_folder(folder)
     ShardPlan.build(model, config.tp, exact=config.engine(str(folder)).shards_exactly(device))
     model.checked_len(config.max_model_len)
+
+
+def _files_folder(config: ClusterConfig) -> str:
+    """Where files and batches are kept, made here so that a wrong place is found before anything starts."""
+    folder = Path(config.files_dir).expanduser().absolute() if config.files_dir else cache_folder() / "files"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return str(folder)
 
 
 def _bindable(host: str, port: int) -> int:

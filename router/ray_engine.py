@@ -32,6 +32,9 @@ CALL_TIMEOUT_S = 60.0
 
 DRAIN_POLL_S = 0.1
 
+LOST = (RayError, RayServeException, TimeoutError)
+"""What a call to a group raises when the group, or Serve's way to it, is gone."""
+
 
 class RayEngine:
     """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `sink` its name."""
@@ -98,7 +101,7 @@ class RayEngine:
         try:
             call = self._groups.broadcast("stats")
             answers = await call.results_async(timeout_s=ANSWER_S, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError) as error:
+        except LOST as error:
             log.warning("no answer from the groups: %s", error)
             return []
         return [answer for answer in answers if isinstance(answer, dict)]
@@ -176,7 +179,7 @@ class RayEngine:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 await self._groups.submit.remote(group, families, self._aggregator)
-        except (RayError, TimeoutError) as error:
+        except LOST as error:
             self._dispatcher.drop_group(group)
             raise NoHealthyGroupError("the group was lost before it took the request") from error
 
@@ -193,11 +196,16 @@ class RayEngine:
         try:
             for group, child in await self._aggregator.close.remote(parent.parent_id):
                 by_group[group].append(child)
-            for group, children in by_group.items():
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    await self._groups.abort.remote(group, children)
-        except (RayError, TimeoutError) as error:
-            log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)
+        except RayError as error:
+            log.warning("could not close parent %s: %s", parent.parent_id, error)
+        await asyncio.gather(*(self._abort(group, children) for group, children in by_group.items()))
+
+    async def _abort(self, group: str, children: list[ChildRef]) -> None:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await self._groups.abort.remote(group, children)
+        except LOST as error:
+            log.warning("could not free %d children on a group: %s", len(children), error)
 
 
 def _generation_error(error: RayError) -> GenerationError:
