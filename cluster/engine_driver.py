@@ -5,9 +5,11 @@ It owns the engine; everyone else talks to it through `call`. Used by the worker
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from cluster.outbox import Outbox, OutputSink
@@ -16,6 +18,8 @@ from workers.outputs import FamilyRequest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+DRAIN_POLL_S = 0.05
 
 
 class EngineDriver:
@@ -92,6 +96,12 @@ class EngineDriver:
     def _drop_sink(self, engine: Engine, name: str) -> None:
         engine.abort_sink(name)
         self._outboxes.pop(name, None)
+
+    def drain(self) -> None:
+        """Return when no child is left and all deltas have arrived, or when the group has failed or was stopped."""
+        with suppress(RuntimeError):
+            while not self._stopping and (self.call(lambda engine: engine.has_work).result() or not self.shipped):
+                time.sleep(DRAIN_POLL_S)
 
     def stop(self) -> None:
         """Leave the thread after the current step; work that is left is dropped."""

@@ -1,12 +1,14 @@
 """The `choral` command: parses, hands over to a command, and turns errors into a line and an exit code.
 
-0 done; 1 the cluster or the server failed; 2 a bad option or configuration file; 130 interrupted. Imports
-nothing heavy before a command needs it, so that `choral --help` is quick.
+0 done; 1 the cluster or the server failed; 2 a bad option or configuration file; 130 interrupted; 141 nobody
+reads the output any more. Imports nothing heavy before a command needs it, so that `choral --help` is
+quick.
 """
 
 import argparse
 import functools
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +18,11 @@ from deploy.errors import CommandError
 from deploy.options import add_cluster_options
 from deploy.sample import add_sample_options, run_sample
 from deploy.serve import interrupt_on_sigterm, run_serve
+from deploy.serve_config import run_config
 
 INTERRUPTED = 130
+READER_GONE = 141
+"""What a shell reports of a command that SIGPIPE ended."""
 EPILOG = """\
 examples:
   choral sample "Name a colour." -n 8       start a server, ask it, stop it
@@ -34,13 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     interrupt_on_sigterm()
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"choral: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("choral: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it exits
+        return READER_GONE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     add_cluster_options(command("serve", "Start a cluster and serve its HTTP API until Ctrl-C", run_serve))
+    add_cluster_options(command("config", "Print a Serve config file, for `serve deploy` and KubeRay", run_config))
     add_sample_options(command("sample", "Ask one question and watch its samples grow", run_sample))
     add_bench_options(command("bench", "Measure a server, or two in turns, with a clock for every child", run_bench))
     command("version", "Print the version", run_version)

@@ -22,11 +22,12 @@ from router.app import create_app
 from router.engine import ModelInfo
 from router.limits import RouterLimits
 from router.ray_engine import RayEngine
+from workers.checkpoint import resolve, tokenizer_folder
 
 READY_POLL_S = 0.25
 
 
-def router_options() -> dict[str, Any]:
+def router_options(drain_timeout_s: float) -> dict[str, Any]:
     """Serve options of the router. Its limits are a second fence far behind admission."""
     return {
         "name": "router",
@@ -34,7 +35,7 @@ def router_options() -> dict[str, Any]:
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": 100_000,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": 10,
+        "graceful_shutdown_timeout_s": drain_timeout_s,
     }
 
 
@@ -43,17 +44,23 @@ class Ingress:
     """The deployment's class: an ASGI app made once per replica, after the groups answer."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, folder: str, model_name: str, groups: Any
+        self, config: ClusterConfig, groups: Any
     ) -> None:
+        folder = await asyncio.to_thread(resolve, config.model)
+        tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
         self._limits = RouterLimits(max_n=config.max_n, max_children=config.max_children)
-        self._aggregator = _make_aggregator(folder)
+        self._aggregator = _make_aggregator(tokenizer)
         await self._aggregator.ping.remote()
-        model = await _await_model(groups, model_name, folder)
+        model = await _await_model(groups, config.served_name or folder.name, tokenizer)
         self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex())
 
     async def drain(self) -> None:
         """See `RayEngine.drain`."""
         await self._engine.drain()
+
+    async def cancel_all(self) -> None:
+        """See `RayEngine.cancel_all`."""
+        await self._engine.cancel_all()
 
     def __serve_build_asgi_app__(self) -> Any:
         engine = self._engine

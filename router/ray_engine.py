@@ -8,8 +8,8 @@ import asyncio
 import contextvars
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -22,6 +22,7 @@ from router.engine import GenerationError, ModelInfo, NoHealthyGroupError
 from workers.outputs import ChildRef, FamilyRequest
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 WATCH_S = 1.0
 """How often the groups are asked whether they live."""
@@ -29,6 +30,9 @@ ANSWER_S = 10.0
 """How long a group may take to answer a round of questions."""
 CALL_TIMEOUT_S = 60.0
 """A group that does not take or drop a family for so long counts as lost."""
+
+PLACE_ROUNDS = 5
+"""How often a family is placed anew when the group chosen for it is leaving."""
 
 DRAIN_POLL_S = 0.1
 
@@ -44,7 +48,9 @@ class RayEngine:
         self._dispatcher = Dispatcher()
         self._stats: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._active = 0
+        self._active: set[str] = set()
+        self._actors: dict[str, Any] = {}
+        """The actor of every group that ever answered and is not gone."""
         self._draining = False
         self._context = contextvars.copy_context()
 
@@ -61,6 +67,13 @@ class RayEngine:
         while self._active or self._tasks:
             await asyncio.sleep(DRAIN_POLL_S)
 
+    async def cancel_all(self) -> None:
+        """Take no new parents, and end the children of those under way with an error."""
+        self._draining = True
+        await asyncio.gather(
+            *(self._aggregator.fail.remote(parent, None, "the server was stopped") for parent in self._active)
+        )
+
     async def metrics(self) -> str:
         await self.refresh()
         parts = [*self._stats, await self._aggregator.counters.remote(), self._dispatcher.counters()]
@@ -76,10 +89,28 @@ class RayEngine:
             await asyncio.sleep(WATCH_S)
 
     async def refresh(self) -> None:
-        """Ask every group for its numbers; children on groups that are gone fail with an error of their own."""
+        """Ask every group for its numbers; children on groups that are gone fail with an error of their own.
+
+        A silent group that lives is leaving (an update, or fewer groups) and finishes the children it has.
+        """
         answers = await self._ask_groups()
         self._stats = answers or self._stats
+        self._actors |= {stats["group"]: stats["actor"] for stats in answers}
         for group in self._dispatcher.update_groups({stats["group"] for stats in answers}):
+            if not await self._lives(group):
+                await self._give_up(group)
+
+    async def _lives(self, group: str) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await self._actors[group].__ray_ready__.remote()
+        except (RayError, TimeoutError):
+            return False
+        return True
+
+    async def _give_up(self, group: str) -> None:
+        self._dispatcher.drop_group(group)
+        if self._actors.pop(group, None) is not None:
             await self._aggregator.fail_group.remote(group, "the group that ran this child was lost")
 
     async def _ask_groups(self) -> list[dict[str, Any]]:
@@ -93,7 +124,7 @@ class RayEngine:
         return [answer for answer in answers if isinstance(answer, dict)]
 
     async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
-        self._active += 1
+        self._active.add(parent.parent_id)
         try:
             await self._start(parent, stream=True)
             async for ref in self._aggregator.updates.remote(parent.parent_id):
@@ -106,7 +137,7 @@ class RayEngine:
             self._close_later(parent)
 
     async def complete(self, parent: ParentRequest) -> ParentResult:
-        self._active += 1
+        self._active.add(parent.parent_id)
         try:
             await self._start(parent, stream=False)
             result: ParentResult = await self._aggregator.result.remote(parent.parent_id)
@@ -125,15 +156,27 @@ class RayEngine:
         """Place every family, open the parent, send one call per group. Raises NoHealthyGroupError."""
         if self._draining:
             raise NoHealthyGroupError("the server is shutting down")
-        try:
-            by_group = self._place(parent)
-        except NoGroupError as error:
-            raise NoHealthyGroupError("no group is ready") from error
-        placement = {c.index: group for group, families in by_group.items() for f in families for c in f.children}
-        await self._aggregator.open.remote(parent, stream=stream, placement=placement)
-        await asyncio.gather(*(self._apart(self._submit(group, families)) for group, families in by_group.items()))
+        by_group = self._place(parent, range(len(parent.prompts)))
+        await self._aggregator.open.remote(parent, stream=stream, placement=_placement(by_group))
+        for _ in range(PLACE_ROUNDS):
+            if not (refused := await self._send(by_group)):
+                return
+            await self.refresh()
+            by_group = self._place(parent, refused)
+            await self._aggregator.place.remote(parent.parent_id, _placement(by_group))
+        raise NoHealthyGroupError("every group is leaving")
 
-    def _apart(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    async def _send(self, by_group: dict[str, list[FamilyRequest]]) -> list[int]:
+        """One call per group. Returns the prompts whose families were refused, because their group is leaving."""
+        calls = [self._apart(self._submit(group, families)) for group, families in by_group.items()]
+        refused = []
+        for (group, families), taken in zip(by_group.items(), await asyncio.gather(*calls), strict=True):
+            if not taken:
+                self._dispatcher.leave(group)
+                refused += [family.prompt_number for family in families]
+        return refused
+
+    def _apart(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run `call` in the context this object was made in, outside that of the request.
 
         Serve gives all calls made in a request's context one id, and takes them for one. Ray cancels them with the
@@ -141,25 +184,32 @@ class RayEngine:
         """
         return asyncio.get_running_loop().create_task(call, context=self._context.copy())
 
-    def _place(self, parent: ParentRequest) -> dict[str, list[FamilyRequest]]:
+    def _place(self, parent: ParentRequest, prompts: Iterable[int]) -> dict[str, list[FamilyRequest]]:
+        """The families of these prompts by the group chosen for each. Raises NoHealthyGroupError."""
         by_group: defaultdict[str, list[FamilyRequest]] = defaultdict(list)
-        for number, prompt in enumerate(parent.prompts):
+        for number in prompts:
             children = parent.children(number)
-            group = self._dispatcher.place(parent.parent_id, [child.index for child in children], len(prompt))
+            indices, tokens = [child.index for child in children], len(parent.prompts[number])
+            try:
+                group = self._dispatcher.place(parent.parent_id, indices, tokens)
+            except NoGroupError as error:
+                raise NoHealthyGroupError("no group is ready") from error
             by_group[group].append(parent.family(number, children, self._sink))
         return by_group
 
-    async def _submit(self, group: str, families: list[FamilyRequest]) -> None:
+    async def _submit(self, group: str, families: list[FamilyRequest]) -> bool:
+        """Whether the group took them."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._groups.submit.remote(group, families, self._aggregator)
+                taken: bool = await self._groups.submit.remote(group, families, self._aggregator)
+                return taken
         except (RayError, TimeoutError) as error:
-            self._dispatcher.drop_group(group)
+            self._dispatcher.leave(group)
             raise NoHealthyGroupError("the group was lost before it took the request") from error
 
     def _close_later(self, parent: ParentRequest) -> None:
         """Free everything of a parent in a task of its own, out of reach of the request's cancellation."""
-        self._active -= 1
+        self._active.discard(parent.parent_id)
         self._dispatcher.release(parent.parent_id, range(parent.num_children))
         task = self._apart(self._close(parent))
         self._tasks.add(task)
@@ -175,6 +225,11 @@ class RayEngine:
                     await self._groups.abort.remote(group, children)
         except (RayError, TimeoutError) as error:
             log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)
+
+
+def _placement(by_group: dict[str, list[FamilyRequest]]) -> dict[int, str]:
+    """The group of every child by its choice index."""
+    return {c.index: group for group, families in by_group.items() for f in families for c in f.children}
 
 
 def _generation_error(error: RayError) -> GenerationError:
