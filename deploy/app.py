@@ -21,6 +21,7 @@ import torch
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
@@ -191,6 +192,9 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
 def _deploy(config: ClusterConfig, port: int, device: str) -> None:
     logs = LoggingConfig(enable_access_log=False)
     serve.start(http_options=HTTPOptions(host=config.host, port=port), logging_config=logs)
+    # A Serve that was running already keeps its own address, and says so only in a log.
+    if ((listening := _get_global_client().http_config).host, listening.port) != (config.host, port):
+        raise StartError(f"host, port: Serve on this cluster listens on {listening.host}:{listening.port} already")
     app = application(config, device)
     targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -222,12 +226,15 @@ def _failure() -> str:
 
 
 def _stop(owns_ray: bool) -> None:
-    """Ray prints, of all places to stdout, that the actors it is told to end have ended; nobody needs that."""
+    """Remove the application, with Serve where it was its last one, and Ray where it was started here.
+
+    Ray prints, of all places to stdout, that the actors it is told to end have ended; nobody needs that.
+    """
     with redirect_stdout(io.StringIO()), _interrupts_held():
         if not ray.is_initialized():
             return
-        if owns_ray:
-            serve.shutdown()
-        else:
+        if not owns_ray and serve.status().applications.keys() - {APP}:
             serve.delete(APP, _blocking=True)
+        else:
+            serve.shutdown()
         ray.shutdown()
