@@ -48,11 +48,13 @@ def sizing() -> list[str]:
 
 def options() -> list[str]:
     """The first two cells of every row of the table of options."""
-    shown = {None: "none", True: "yes", False: "no"}
-    return [
-        f"| `{name}` | {shown.get(field.default, field.default) if isinstance(field.default, bool | None) else field.default} |"
-        for name, field in ClusterConfig.model_fields.items()
-    ]
+    return [f"| `{name}` | {_shown(field.default)} |" for name, field in ClusterConfig.model_fields.items()]
+
+
+def _shown(default: object) -> str:
+    if default is None:
+        return "none"
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
 
 
 def test_every_option_is_explained_once_with_its_default():
