@@ -1,6 +1,8 @@
 """The thread that drives one group's engine: takes calls in between steps, steps while there is work, ships deltas.
 
-It owns the engine; everyone else talks to it through `call`. Used by the worker group; knows nothing of Serve.
+It builds the engine, too: OpenMP keeps threads for every thread that computes, and once it counts more of them than
+there are cores they sleep at every wait instead of spinning. Everyone else talks to the engine through `call`. Used by
+the worker group; knows nothing of Serve.
 """
 
 import logging
@@ -14,7 +16,7 @@ from typing import TypeVar
 
 from cluster.outbox import Outbox, OutputSink
 from workers.engine import Engine, Outputs
-from workers.outputs import FamilyRequest
+from workers.outputs import ChildRef, FamilyRequest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,7 +25,9 @@ DRAIN_POLL_S = 0.05
 
 
 class EngineDriver:
-    """`idle` is called at least every `idle_s` seconds without work, to keep the group's channel warm.
+    """`build` makes the engine, on the thread; what it raises is raised here. Deltas that can wait travel together:
+    see `Outbox` for `push_interval_s`. `idle` is called at least every `idle_s` seconds without work, to keep the
+    group's channel warm.
 
     When a step fails, every child gets an error delta, no call is taken any more, and `failed` is called.
     """
@@ -31,26 +35,29 @@ class EngineDriver:
     def __init__(
         self,
         group: str,
-        engine: Engine,
+        build: Callable[[], Engine],
         *,
+        push_interval_s: float,
         idle: Callable[[], None],
         idle_s: float,
         failed: Callable[[], None],
     ) -> None:
         self.failure: str | None = None
-        self.stats = engine.stats()
-        """Numbers as of the last step or call: never later than the deltas it shipped."""
         self._failed = failed
         self._group = group
-        self._engine = engine
+        self._push_interval_s = push_interval_s
         self._idle = idle
         self._idle_s = idle_s
         self._outboxes: dict[str, Outbox] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        built: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(build, built), name="engine", daemon=True)
         self._thread.start()
+        self._engine = built.result()
+        self.stats = self._engine.stats()
+        """Numbers as of the last step or call: never later than the deltas it shipped."""
 
     def call(self, function: Callable[[Engine], T]) -> "Future[T]":
         """Run `function` on the engine between two steps; after a failure of the group the future says so.
@@ -91,7 +98,10 @@ class EngineDriver:
             log.warning("aggregator lost, dropping its children: %s", error)
             self.call(lambda engine: self._drop_sink(engine, name))
 
-        return Outbox(self._group, sink, lambda refs: self.call(lambda engine: engine.abort(refs)), lost)
+        def stop(refs: list[ChildRef]) -> None:
+            self.call(lambda engine: engine.abort(refs))
+
+        return Outbox(self._group, sink, stop, lost, interval_s=self._push_interval_s)
 
     def _drop_sink(self, engine: Engine, name: str) -> None:
         engine.abort_sink(name)
@@ -110,7 +120,16 @@ class EngineDriver:
             self._wake.notify()
         self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, build: Callable[[], Engine], built: "Future[Engine]") -> None:
+        try:
+            self._engine = build()
+            built.set_result(self._engine)
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        self._drive()
+
+    def _drive(self) -> None:
         try:
             while self._take_calls():
                 if self._engine.has_work:

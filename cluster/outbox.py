@@ -1,10 +1,12 @@
 """Carries a group's deltas to one aggregator: at most one push is in flight, what happens meanwhile is folded in.
 
-A slow aggregator therefore delays nobody and nothing is queued without bound: one pending message per sink. The answer
-of a push names children to stop. Called by the engine driver; knows only that a sink has a `push`.
+A slow aggregator therefore delays nobody and nothing is queued without bound: one pending message per sink. Tokens that
+follow each other quickly share a push; first tokens and finishes never wait. The answer of a push names children to
+stop. Called by the engine driver; knows only that a sink has a `push`.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -30,7 +32,10 @@ class ActorSink:
 
 
 class Outbox:
-    """`on_stop` gets the children to stop, `on_lost` the error when the sink cannot be reached any more."""
+    """`on_stop` gets the children to stop, `on_lost` the error when the sink cannot be reached any more.
+
+    What can wait does so for `interval_s` after the push before it, or until the next `add` after that.
+    """
 
     def __init__(
         self,
@@ -38,6 +43,9 @@ class Outbox:
         sink: OutputSink,
         on_stop: Callable[[list[ChildRef]], object],
         on_lost: Callable[[BaseException], None],
+        *,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group = group
         self._sink = sink
@@ -46,6 +54,10 @@ class Outbox:
         self._lock = threading.Lock()
         self._pending: StepOutput | None = None
         self._in_flight = False
+        self._interval_s = interval_s
+        self._clock = clock
+        self._urgent = False
+        self._due = clock()
 
     @property
     def empty(self) -> bool:
@@ -56,14 +68,18 @@ class Outbox:
         with self._lock:
             if self._pending is None:
                 self._pending = StepOutput(self._group)
-            self._pending.fold(parents)
+            for parent in parents:
+                self._urgent |= parent.urgent
+                self._pending.fold(parent)
         self._send()
 
     def _send(self) -> None:
         with self._lock:
-            if self._in_flight or self._pending is None:
+            now = self._clock()
+            if self._in_flight or self._pending is None or not (self._urgent or now >= self._due):
                 return
             output, self._pending, self._in_flight = self._pending, None, True
+            self._urgent, self._due = False, now + self._interval_s
         self._sink.push(output).add_done_callback(self._pushed)
 
     def _pushed(self, future: "Future[list[ChildRef]]") -> None:

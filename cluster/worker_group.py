@@ -37,33 +37,33 @@ FLUSH_S = 2.0
 class WorkerGroup:
     """The deployment's class. `options` are those of the engine; `model` is resolved anew on the replica's node."""
 
-    def __init__(self, model: str | None, options: dict[str, Any], threads: int | None) -> None:
+    def __init__(self, model: str | None, options: dict[str, Any], threads: int | None, push_interval_s: float) -> None:
         started = time.monotonic()
         set_threads(threads)
         self.group: str = serve.get_replica_context().replica_id.unique_id
         self._actor = ray.get_runtime_context().current_actor
         config = EngineConfig(model_folder=str(resolve(model)), **options)
         self._ranks = [self._make_rank(config, rank, threads) for rank in range(1, config.tp)]
-        comm, self._channel = self._join(config)
-        runner = ModelRunner(config, comm)
-        ray.get(self._ready)
-        self._runner = runner
-        engine = Engine(config, runner, self._run)
         self._driver = EngineDriver(
             self.group,
-            engine,
+            lambda: self._build(config),
+            push_interval_s=push_interval_s,
             idle=self._heartbeat,
             idle_s=min(config.collective_timeout_s / 4, 5.0),
             failed=self._die,
         )
-        self._about = {
-            "max_model_len": engine.max_model_len,
-            "vocab_size": engine.vocab_size,
-            "exact": runner.exact,
-        }
-        if runner.device.type == "cpu" and not self._about["exact"]:
-            log.warning("linear layers depend on their batch on this processor: children are not exact")
         log.info("group %s ready after %.1f s", self.group, time.monotonic() - started)
+
+    def _build(self, config: EngineConfig) -> Engine:
+        comm, self._channel = self._join(config)
+        self._runner = ModelRunner(config, comm)
+        ray.get(self._ready)
+        engine = Engine(config, self._runner, self._run)
+        exact = self._runner.exact
+        self._about = {"max_model_len": engine.max_model_len, "vocab_size": engine.vocab_size, "exact": exact}
+        if self._runner.device.type == "cpu" and not exact:
+            log.warning("linear layers depend on their batch on this processor: children are not exact")
+        return engine
 
     def _make_rank(self, config: EngineConfig, rank: int, threads: int | None) -> Any:
         placement = ray.util.get_current_placement_group()

@@ -40,6 +40,14 @@ CANCEL_S = 10.0
 LAST_BYTES_S = 0.5
 """What the HTTP proxy needs to pass on the end of the last replies."""
 
+RAY_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+}
+"""For a Ray started here. It runs its workers at low priority by default, so that anything else on the machine slows
+every step; and its own loops, at their default pace, take three per cent of a core from the model all the time."""
+
 Say = Callable[[str], None]
 
 
@@ -177,8 +185,8 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         if device == "cpu" and wanted > cores:
             say(f"{config.groups * config.tp} ranks share {cores} cores")
         options = {"address": "local", "num_cpus": max(cores, wanted), "include_dashboard": config.dashboard}
-    # Ray runs its workers at low priority, so that anything else on the machine slows every step.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:

@@ -34,7 +34,8 @@ def application(config: ClusterConfig, device: str) -> serve.Application:
     del options["model_folder"]  # each group resolves the model on its own node
     groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     router = serve.deployment(Ingress).options(**router_options(config.drain_timeout_s))
-    return router.bind(config, groups.bind(config.model, options, threads_per_rank(config, device, node_resources())))
+    threads = threads_per_rank(config, device, node_resources())
+    return router.bind(config, groups.bind(config.model, options, threads, config.push_interval_s))
 
 
 def cluster_device(config: ClusterConfig) -> str:

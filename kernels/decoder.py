@@ -31,8 +31,12 @@ class LayerWeights:
     down: PackedLinear
     following_norm: Tensor
 
+    @property
+    def columns(self) -> list[int]:
+        return [linear.out_features for linear in (self.qkv, self.out, self.gate_up, self.down)]
+
     def flat(self) -> list[Tensor | None] | None:
-        """The operator's twelve entries; None if a linear is not packed."""
+        """The operator's twelve entries; None if a linear is not packed for it."""
         qkv, out, gate_up, down = (w.packed for w in (self.qkv, self.out, self.gate_up, self.down))
         if qkv is None or out is None or gate_up is None or down is None:
             return None
@@ -47,12 +51,13 @@ class DecoderStack:
     def __init__(
         self,
         weights: list[Tensor | None],
+        columns: list[int],
         cos_sin: Tensor,
         eps: float,
         cuts: Sequence[Sequence[int]],
         shared: SharedMemory | None,
     ) -> None:
-        self._weights, self._cos_sin, self._eps, self._shared = weights, cos_sin, eps, shared
+        self._weights, self._columns, self._cos_sin, self._eps, self._shared = weights, columns, cos_sin, eps, shared
         self._widths = [width for cut in cuts for width in cut]
         self._widest = max(map(sum, cuts))
 
@@ -71,7 +76,7 @@ class DecoderStack:
         if cpu_kernels(first_norm.device) is None or None in flat or (len(cuts[0]) > 1 and shared is None):
             return None
         weights = [first_norm, *(tensor for layer in flat if layer is not None for tensor in layer)]
-        return cls(weights, cos_sin, eps, cuts, shared)
+        return cls(weights, layers[0].columns, cos_sin, eps, cuts, shared)
 
     def takes(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether a step of so many tokens fits the memory the ranks share."""
@@ -84,7 +89,7 @@ class DecoderStack:
         if self._shared is not None:
             memory, rank, sequence, timeout_s = self._shared.reserve(GATHERS_PER_LAYER * kv.k.shape[0])
         out: Tensor = cpu_kernels(hidden.device).decode_layers(
-            hidden, self._weights, self._cos_sin, batch.positions, batch.slots, batch.block_tables, *batch.plan,
-            kv.k, kv.v, kv.k.shape[3] ** -0.5, self._eps, memory, self._widths, rank, sequence, timeout_s,
+            hidden, self._weights, self._columns, self._cos_sin, batch.positions, batch.slots, batch.block_tables,
+            *batch.plan, kv.k, kv.v, kv.k.shape[3] ** -0.5, self._eps, memory, self._widths, rank, sequence, timeout_s,
         )  # fmt: skip
         return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import reference, reference_sampler
 from kernels.implementation import cpu_kernels, implementation
 from kernels.kv_cache import AttentionBatch, KVCache
-from kernels.linear import PackedLinear, check_row_invariance
+from kernels.linear import PackedLinear, check_row_invariance, multiplies_bfloat16
 from kernels.sampling import SampleBatch, SampleResult
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "attention",
     "check_row_invariance",
     "implementation",
+    "multiplies_bfloat16",
     "rms_norm",
     "rope_and_cache",
     "rope_tables",

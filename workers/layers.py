@@ -77,7 +77,7 @@ class OutputHead:
         self.local, self.vocab, self.comm = local, vocab, comm
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] to the whole [R, V] on every rank."""
+        """[R, H] to the whole [R, V] float32 on every rank."""
         return self.comm.all_gather_columns(self.local(hidden), self.vocab.sizes)
 
 
@@ -99,7 +99,7 @@ class LayerBuilder:
         return Embedding(self._vocabulary(name), self.plan.vocab.of(self.comm.rank).start, self.comm)
 
     def output_head(self, name: str) -> OutputHead:
-        return OutputHead(linear(self._vocabulary(name), None), self.plan.vocab, self.comm)
+        return OutputHead(PackedLinear(self._vocabulary(name), None, unrounded=True), self.plan.vocab, self.comm)
 
     def qkv(self, prefix: str) -> PackedLinear:
         """[T, H] to this rank's queries, keys and values side by side."""

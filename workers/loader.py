@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from kernels import ops
 from workers.layers import ALL, LayerBuilder
 from workers.model import CausalLM
 from workers.model_config import ModelConfig
@@ -30,7 +31,7 @@ def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return torch.bfloat16 if ops.multiplies_bfloat16(torch.device(device)) else torch.float32
 
 
 class Checkpoint:

@@ -4,7 +4,6 @@ These are the messages of hop 1 and hop 2. They carry ids, token ids and log-pro
 field and a child an integer beside it; no id is ever built from another or parsed back.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -97,6 +96,11 @@ class ParentDelta:
     children: dict[int, ChildDelta] = field(default_factory=dict)
     prompts: list[PromptReport] = field(default_factory=list)
 
+    @property
+    def urgent(self) -> bool:
+        """Whether a client waits for it: first tokens come with the prompt's report, and finishes end something."""
+        return bool(self.prompts) or any(child.finish_reason is not None for child in self.children.values())
+
     def add(self, delta: ChildDelta) -> None:
         if (known := self.children.get(delta.index)) is None:
             self.children[delta.index] = delta
@@ -114,10 +118,9 @@ class StepOutput:
     def parent(self, parent_id: str) -> ParentDelta:
         return self.parents.setdefault(parent_id, ParentDelta(parent_id))
 
-    def fold(self, later: Iterable[ParentDelta]) -> None:
-        """Fold the outputs of a later step into this one, child by child."""
-        for delta in later:
-            mine = self.parent(delta.parent_id)
-            mine.prompts += delta.prompts
-            for child in delta.children.values():
-                mine.add(child)
+    def fold(self, later: ParentDelta) -> None:
+        """Fold what a parent gained in a later step into this output, child by child."""
+        mine = self.parent(later.parent_id)
+        mine.prompts += later.prompts
+        for child in later.children.values():
+            mine.add(child)

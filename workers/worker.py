@@ -7,6 +7,7 @@ cannot go on its process ends, so that rank 0 notices at once.
 import logging
 import os
 import threading
+from concurrent.futures import Future
 
 import ray
 
@@ -27,10 +28,26 @@ class RankWorker:
         set_threads(threads)
         self._config = config
         self._rank = rank
-        self._loop: threading.Thread | None = None
 
     def start(self, host: str, port: int) -> None:
-        """Join the group whose store rank 0 serves at host:port, load the shard, and begin to follow rank 0."""
+        """Join the group whose store rank 0 serves at host:port, load the shard, and begin to follow rank 0.
+
+        One thread does all that computes, for the reason `cluster.engine_driver` gives.
+        """
+        joined: Future[None] = Future()
+        threading.Thread(target=self._run, args=(host, port, joined), name="rank", daemon=True).start()
+        joined.result()
+
+    def _run(self, host: str, port: int, joined: "Future[None]") -> None:
+        try:
+            channel, runner, comm = self._join(host, port)
+            joined.set_result(None)
+        except BaseException as error:
+            joined.set_exception(error)
+            return
+        self._follow(channel, runner, comm)
+
+    def _join(self, host: str, port: int) -> tuple[PlanChannel, ModelRunner, Communicator]:
         config = self._config
         store = open_store(host, port, is_host=False, timeout_s=config.collective_timeout_s)
         comm = init_communicator(
@@ -42,9 +59,7 @@ class RankWorker:
             address=ray.util.get_node_ip_address(),
         )
         channel = PlanChannel(config.collective_timeout_s)
-        runner = ModelRunner(config, comm)
-        self._loop = threading.Thread(target=self._follow, args=(channel, runner, comm), name="ranks", daemon=True)
-        self._loop.start()
+        return channel, ModelRunner(config, comm), comm
 
     def _follow(self, channel: PlanChannel, runner: ModelRunner, comm: Communicator) -> None:
         try:

@@ -1,11 +1,8 @@
 // All layers of a decoder in one call, so that a step spends its time in kernels and none in between.
 //
-// The same operators in the same order as `workers.model` calls them one by one, so the bits are the same. Linear
-// layers are oneDNN products with packed weights; a single row is doubled, since only then its bits may differ.
-// Ranks of one host gather through shared memory: every linear is cut by output columns and no sum is split.
+// The same operators in the same order as `workers.model` calls them one by one, so the bits are the same. Ranks of one
+// host gather through shared memory: every linear is cut by output columns and no sum is split.
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/cat.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -17,18 +14,6 @@ namespace choral {
 namespace {
 
 using Optional = std::optional<at::Tensor>;
-
-at::Tensor linear(const at::Tensor& x, const Optional& weight, const Optional& bias) {
-  static const auto product =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Optional&, std::string_view,
-                            c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>)>();
-  const bool alone = x.size(0) == 1;
-  const c10::List<std::optional<at::Scalar>> none;
-  const at::Tensor y = product.call(alone ? at::cat({x, x}) : x, *weight, bias, "none", none, "");
-  return alone ? y.narrow(0, 0, 1) : y;
-}
 
 // One rank's way to the whole of what is cut over the ranks.
 struct Gather {
@@ -55,10 +40,10 @@ at::Tensor normed_heads(const at::Tensor& heads, const Optional& weight, double 
 }  // namespace
 
 // hidden [T, H], the embedded tokens, through all layers; returns [T, H] after the last norm. `weights` holds the
-// first norm, then those of `Layer` for each layer in turn. `widths` are three lists of a group's cuts, one after the
+// first norm, then those of `Layer` for each layer in turn; `columns` how many outputs its four linears have. `widths` are three lists of a group's cuts, one after the
 // other: attention columns, hidden columns, feed-forward columns; they count only with shared `memory`.
 at::Tensor decode_layers(
-    const at::Tensor& hidden, const c10::List<Optional>& weights, const at::Tensor& cos_sin,
+    const at::Tensor& hidden, const c10::List<Optional>& weights, at::IntArrayRef columns, const at::Tensor& cos_sin,
     const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& block_tables, const at::Tensor& tiles,
     const at::Tensor& spans, const at::Tensor& k_cache, const at::Tensor& v_cache, double scale, double eps,
     const Optional& memory, at::IntArrayRef widths, int64_t rank, int64_t sequence, double timeout_s) {
@@ -74,17 +59,17 @@ at::Tensor decode_layers(
   for (int64_t layer = 0; layer < layers; ++layer) {
     const Optional* at = &tensors[1 + layer * FIELDS];
     const Layer w{at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6, at + 7, at + 8, at + 9, at + 10, at + 11};
-    const at::Tensor heads = linear(x, *w.qkv, *w.qkv_bias).view({rows, -1, dim});
+    const at::Tensor heads = linear(x, **w.qkv, *w.qkv_bias, columns[0], false).view({rows, -1, dim});
     const int64_t queries = heads.size(1) - 2 * kv_heads;
     const at::Tensor q = rope_and_cache(
         normed_heads(heads.narrow(1, 0, queries), *w.q_norm, eps),
         normed_heads(heads.narrow(1, queries, kv_heads), *w.k_norm, eps),
         heads.narrow(1, queries + kv_heads, kv_heads), cos_sin, positions, slots, k_cache, v_cache, layer);
     x = attention(q, positions, block_tables, tiles, spans, k_cache, v_cache, layer, scale);
-    x = gather(linear(gather(x, attention_cut), *w.out, *w.out_bias), hidden_cut);
+    x = gather(linear(gather(x, attention_cut), **w.out, *w.out_bias, columns[1], false), hidden_cut);
     std::tie(x, residual) = add_rms_norm(x, residual, **w.attention_norm, eps);
-    x = silu_mul(linear(x, *w.gate_up, *w.gate_up_bias));
-    x = gather(linear(gather(x, ffn_cut), *w.down, *w.down_bias), hidden_cut);
+    x = silu_mul(linear(x, **w.gate_up, *w.gate_up_bias, columns[2], false));
+    x = gather(linear(gather(x, ffn_cut), **w.down, *w.down_bias, columns[3], false), hidden_cut);
     std::tie(x, residual) = add_rms_norm(x, residual, **w.following_norm, eps);
   }
   return x;
@@ -92,7 +77,7 @@ at::Tensor decode_layers(
 
 TORCH_LIBRARY_FRAGMENT(choral, library) {
   library.def(
-      "decode_layers(Tensor hidden, Tensor?[] weights, Tensor cos_sin, Tensor positions, Tensor slots, "
+      "decode_layers(Tensor hidden, Tensor?[] weights, int[] columns, Tensor cos_sin, Tensor positions, Tensor slots, "
       "Tensor block_tables, Tensor tiles, Tensor spans, Tensor(a!) k_cache, Tensor(b!) v_cache, float scale, "
       "float eps, "
       "Tensor(c!)? memory, int[] widths, int rank, int sequence, float timeout_s) -> Tensor",

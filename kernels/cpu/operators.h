@@ -3,10 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <tuple>
 
 namespace choral {
 
+at::Tensor linear(
+    const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t columns,
+    bool unrounded);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(
     const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight, double eps);

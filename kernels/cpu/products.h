@@ -15,24 +15,26 @@ inline void product_tile(const A* a, int64_t lda, const B* b, int64_t ldb, float
   Vec sums[R][NV] = {};
   for (int64_t k = 0; k < depth; ++k) {
     decltype(load(b)) row[NV];
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int n = 0; n < NV; ++n) row[n] = load(b + k * ldb + n * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const auto factor = broadcast(a[r * lda + k]);
-#pragma GCC unroll 2
+#pragma GCC unroll 3
       for (int n = 0; n < NV; ++n) sums[r][n] = fma(factor, row[n], sums[r][n]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int n = 0; n < NV; ++n) store(c + r * ldc + n * LANES, sums[r][n]);
 }
 
 template <int R, typename A, typename B>
 void product_rows(const A* a, int64_t lda, const B* b, int64_t columns, float* c, int64_t depth) {
   int64_t n = 0;
+  if (columns % (3 * LANES) == 0)
+    for (; n < columns; n += 3 * LANES) product_tile<R, 3>(a, lda, b + n, columns, c + n, columns, depth);
   for (; n + 2 * LANES <= columns; n += 2 * LANES) product_tile<R, 2>(a, lda, b + n, columns, c + n, columns, depth);
   if (n < columns) product_tile<R, 1>(a, lda, b + n, columns, c + n, columns, depth);
 }

@@ -134,7 +134,7 @@ def test_a_group_that_goes_on_with_a_stopped_child_is_told_again(aggregator, tok
 def test_c5_all_children_of_unknown_parents_are_stopped(aggregator, make_parent, make_step):
     aggregator.open(make_parent(2), stream=True)
     step = make_step({0: [5], 1: [5]})
-    step.fold(make_step({0: [5], 3: [6]}, parent_id="gone").parents.values())
+    step.fold(make_step({0: [5], 3: [6]}, parent_id="gone").parents["gone"])
     assert aggregator.push(step) == [ChildRef("gone", 0), ChildRef("gone", 3)]
 
 

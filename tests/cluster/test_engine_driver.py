@@ -46,7 +46,7 @@ def lab(tiny_checkpoint: Callable[[str], Path]) -> Lab:
 
 
 def drive(engine: Engine, failed: Callable[[], None] = lambda: None) -> EngineDriver:
-    return EngineDriver("g", engine, idle=lambda: None, idle_s=0.05, failed=failed)
+    return EngineDriver("g", lambda: engine, push_interval_s=0, idle=lambda: None, idle_s=0.05, failed=failed)
 
 
 def test_every_token_reaches_the_sink(lab: Lab):
@@ -103,3 +103,15 @@ def test_a_failing_step_ends_every_child_and_refuses_later_calls(lab: Lab):
     assert sink.errors == ["the group failed: ConnectionError"] * 3
     with pytest.raises(RuntimeError, match="group failed"):
         driver.call(Engine.stats).result(10)
+
+
+def test_the_engine_is_built_on_the_thread_that_steps_it():
+    threads: list[str] = []
+
+    def build() -> Engine:
+        threads.append(threading.current_thread().name)
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        EngineDriver("g", build, push_interval_s=0, idle=lambda: None, idle_s=0.05, failed=lambda: None)
+    assert threads == ["engine"]

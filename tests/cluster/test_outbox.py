@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 
 from cluster.outbox import Outbox
-from workers.outputs import ChildDelta, ChildRef, ParentDelta, StepOutput
+from workers.outputs import ChildDelta, ChildRef, FinishReason, ParentDelta, PromptReport, StepOutput
 
 
 class SlowSink:
@@ -26,7 +26,7 @@ def delta(parent: str, index: int, *tokens: int) -> ParentDelta:
 def outbox(sink: SlowSink) -> tuple[Outbox, list[list[ChildRef]], list[BaseException]]:
     stops: list[list[ChildRef]] = []
     lost: list[BaseException] = []
-    return Outbox("g", sink, stops.append, lost.append), stops, lost
+    return Outbox("g", sink, stops.append, lost.append, interval_s=0), stops, lost
 
 
 def test_what_happens_during_a_push_is_folded_into_the_next():
@@ -59,3 +59,37 @@ def test_a_lost_sink_is_reported_once_and_never_pushed_to_again():
     sink.futures[0].set_exception(ConnectionError("gone"))
     box.add([delta("p", 0, 2)])
     assert len(lost) == 1 and len(sink.pushed) == 1
+
+
+def test_tokens_share_a_push_but_first_and_last_ones_do_not_wait():
+    now = 0.0
+    sink = SlowSink()
+    box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: now)
+
+    def add(part: ParentDelta) -> int:
+        box.add([part])
+        for future in sink.futures:
+            if not future.done():
+                future.set_result([])
+        return len(sink.pushed)
+
+    assert add(delta("p", 0, 1)) == 1
+    assert [add(delta("p", 0, token)) for token in (2, 3)] == [1, 1]
+    assert not box.empty
+    now = 1.0
+    assert add(delta("p", 0, 4)) == 2
+    assert sink.pushed[1].parents["p"].children[0].token_ids == [2, 3, 4]
+    assert add(ParentDelta("q", {0: ChildDelta(0, [5])}, [PromptReport(0, 1, 0)])) == 3
+    assert add(delta("p", 0, 6)) == 3
+    assert add(ParentDelta("p", {0: ChildDelta(0, [7], finish_reason=FinishReason.LENGTH)})) == 4
+    assert sink.pushed[3].parents["p"].children[0].token_ids == [6, 7]
+    assert box.empty
+
+
+def test_what_must_not_wait_follows_a_push_that_was_in_flight():
+    sink = SlowSink()
+    box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: 0.0)
+    box.add([delta("p", 0, 1)])
+    box.add([ParentDelta("p", {0: ChildDelta(0, [2], finish_reason=FinishReason.STOP)})])
+    sink.futures[0].set_result([])
+    assert len(sink.pushed) == 2

@@ -6,7 +6,18 @@ import torch
 from kernels import linear, ops
 
 SIZES = (1, 2, 3, 5, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 128, 257)
-SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152), (32, 64), (64, 32), (48, 96), (40, 72)]
+SHAPES = [
+    (576, 960),
+    (576, 576),
+    (576, 3072),
+    (1536, 576),
+    (576, 49152),
+    (32, 64),
+    (64, 32),
+    (48, 96),
+    (40, 72),
+    (33, 7),
+]
 shapes = pytest.mark.parametrize(("inner", "outer"), SHAPES)
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
@@ -46,24 +57,34 @@ def test_c2_rows_do_not_depend_on_their_batch(inner: int, outer: int, dtype: tor
 @shapes
 @dtypes
 def test_c2_columns_do_not_depend_on_the_cut(inner: int, outer: int, dtype: torch.dtype):
-    """What tensor parallelism by output columns relies on: any cut that leaves two columns or more."""
+    """What tensor parallelism by output columns relies on."""
     weight, x = weight_and_rows(inner, outer, dtype)
     whole = ops.PackedLinear(weight, None)(x)
-    cuts = {2, 3, 16, 24, 32, outer // 3, outer // 2 // 64 * 64, outer // 2 + 1, outer - 16, outer - 2}
-    for cut in sorted(c for c in cuts if 2 <= c <= outer - 2):
+    for cut in sorted({1, 2, 3, outer // 3, outer // 2 // 64 * 64, outer // 2 + 1, outer - 1} - {0}):
         for part in (slice(0, cut), slice(cut, outer)):
             product = ops.PackedLinear(weight[part], None)
             for size in (1, 8, 33):
                 assert torch.equal(product(x[:size]), whole[:size, part]), (cut, size)
 
 
-def test_without_packing_tiles_keep_rows_independent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(linear, "_choose", lambda device: "tiled")
+@dtypes
+def test_unrounded_results_are_float32_and_round_to_the_others(dtype: torch.dtype):
+    weight, x = weight_and_rows(48, 96, dtype)
+    wide = ops.PackedLinear(weight, None, unrounded=True)(x)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.to(dtype), ops.PackedLinear(weight, None)(x))
+
+
+@pytest.mark.parametrize("kind", ["choral", "onednn", "tiled", "torch"])
+def test_every_path_computes_the_same_values(kind: str, monkeypatch: pytest.MonkeyPatch):
     weight, x = weight_and_rows(48, 96, torch.float32)
-    tiled = ops.PackedLinear(weight, None)
-    assert tiled.kind == "tiled"
-    assert ops.check_row_invariance(tiled)
-    torch.testing.assert_close(tiled(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+    bias = torch.arange(96.0)
+    monkeypatch.setattr(linear, "_choose", lambda device: kind)
+    product = ops.PackedLinear(weight, bias)
+    assert product.kind == kind
+    torch.testing.assert_close(product(x), x @ weight.T + bias, rtol=1e-4, atol=1e-4)
+    if kind != "torch":
+        assert ops.check_row_invariance(product)
 
 
 def test_half_precision_is_computed_in_single(monkeypatch: pytest.MonkeyPatch):

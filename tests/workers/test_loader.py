@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels import ops
 from workers.loader import Checkpoint, load_model, resolve_dtype
 from workers.tensor_parallel import Communicator
 
@@ -136,7 +137,7 @@ def test_a_sliding_window_ends_the_positions_and_says_so(edited, caplog):
 
 
 def test_the_data_type_is_the_one_asked_for_or_what_the_device_computes_in():
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = ops.multiplies_bfloat16(torch.device("cpu"))
     assert resolve_dtype("auto", CPU) is (torch.bfloat16 if fast else torch.float32)
     assert resolve_dtype("auto", "cpu") is resolve_dtype("auto", CPU)
     assert resolve_dtype("float32", "cuda") is torch.float32
