@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import hear_interrupts
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
