@@ -30,7 +30,7 @@ class RayHead:
 
     folder: Path
     environment: dict[str, str]
-    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(4)])
+    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(5)])
 
     def run(self, *words: str) -> str:
         done = subprocess.run(
@@ -55,16 +55,17 @@ def ray_head(folder: Path, cores: int) -> Iterator[RayHead]:
     token, mark = uuid.uuid4().hex + uuid.uuid4().hex, uuid.uuid4().hex
     settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, MARK: mark, "PYTHONPATH": str(ROOT)}
     head = RayHead(folder, {**os.environ, **settings})
-    _, dashboard, gcs, agent = head.ports
+    _, dashboard, gcs, agent, client = head.ports
     command = f"ray.scripts.scripts start --head --block --num-cpus={cores} --port={gcs} --dashboard-port={dashboard}"
-    command += f" --dashboard-agent-listen-port={agent} --ray-client-server-port=0 --disable-usage-stats"
+    command += f" --dashboard-agent-listen-port={agent} --ray-client-server-port={client} --disable-usage-stats"
     with (folder / "ray.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *command.split(), "--object-store-memory=100000000"],
             env=head.environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, preexec_fn=hear_interrupts,
         )  # fmt: skip
     try:
-        wait_until(lambda: httpx.get(f"http://127.0.0.1:{dashboard}").status_code < 500)
+        wait_until(lambda: process.poll() or httpx.get(f"http://127.0.0.1:{dashboard}").status_code < 500)
+        assert process.poll() is None, (folder / "ray.log").read_text()
         yield head
     finally:
         process.terminate()
