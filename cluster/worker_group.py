@@ -35,12 +35,18 @@ FLUSH_S = 2.0
 
 
 class WorkerGroup:
-    """The deployment's class. `options` are those of the engine; `model` is resolved anew on the replica's node."""
+    """The deployment's class. `options` are those of the engine; `model` is resolved anew on the replica's node.
 
-    def __init__(self, model: str | None, options: dict[str, Any], threads: int | None, push_interval_s: float) -> None:
+    `generation` names the configuration; routers of another one leave this group alone.
+    """
+
+    def __init__(
+        self, model: str | None, options: dict[str, Any], threads: int | None, push_interval_s: float, generation: str
+    ) -> None:
         started = time.monotonic()
         set_threads(threads)
         self.group: str = serve.get_replica_context().replica_id.unique_id
+        self._generation = generation
         self._actor = ray.get_runtime_context().current_actor
         config = EngineConfig(model_folder=str(resolve(model)), **options)
         self._ranks = [self._make_rank(config, rank, threads) for rank in range(1, config.tp)]
@@ -113,7 +119,8 @@ class WorkerGroup:
 
     async def stats(self) -> dict[str, Any]:
         """What this group is and does. Answers during a long step: slow is not dead."""
-        return {"group": self.group, "actor": self._actor, "about": self._about, **self._driver.stats}
+        who = {"group": self.group, "generation": self._generation, "actor": self._actor}
+        return {**who, "about": self._about, **self._driver.stats}
 
     def check_health(self) -> None:
         if self._driver.failure is not None:

@@ -4,6 +4,7 @@
 `deploy.app` calls `application` with a cluster of its own. Knows Serve's options, not how Ray is started.
 """
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,13 +30,18 @@ def build(config: ClusterConfig) -> serve.Application:
 
 
 def application(config: ClusterConfig, device: str) -> serve.Application:
-    """Router and groups on the Ray cluster this process is connected to; `device` is "cpu" or "cuda"."""
+    """Router and groups on the Ray cluster this process is connected to; `device` is "cpu" or "cuda".
+
+    They know by a common name that they are of one configuration: in an update those of two live side by side.
+    """
     options = asdict(config.engine("")) | {"device": device}
     del options["model_folder"]  # each group resolves the model on its own node
     groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     router = serve.deployment(Ingress).options(**router_options(config.drain_timeout_s))
     threads = threads_per_rank(config, device, node_resources())
-    return router.bind(config, groups.bind(config.model, options, threads, config.push_interval_s))
+    generation = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+    bound = groups.bind(config.model, options, threads, config.push_interval_s, generation)
+    return router.bind(config, bound, generation)
 
 
 def cluster_device(config: ClusterConfig) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from aggregation.actor import AggregatorActor
@@ -21,7 +20,7 @@ from cluster.config import ClusterConfig
 from router.app import create_app
 from router.engine import ModelInfo
 from router.limits import RouterLimits
-from router.ray_engine import RayEngine
+from router.ray_engine import RayEngine, answers
 from workers.checkpoint import resolve, tokenizer_folder
 
 READY_POLL_S = 0.25
@@ -44,15 +43,15 @@ class Ingress:
     """The deployment's class: an ASGI app made once per replica, after the groups answer."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, groups: Any
+        self, config: ClusterConfig, groups: Any, generation: str
     ) -> None:
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
         self._limits = RouterLimits(max_n=config.max_n, max_children=config.max_children)
         self._aggregator = _make_aggregator(tokenizer)
         await self._aggregator.ping.remote()
-        model = await _await_model(groups, config.served_name or folder.name, tokenizer)
-        self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex())
+        model = await _await_model(groups, config.served_name or folder.name, tokenizer, generation)
+        self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex(), generation)
 
     async def drain(self) -> None:
         """See `RayEngine.drain`."""
@@ -86,14 +85,11 @@ def _make_aggregator(folder: str) -> Any:
     ).remote(folder)
 
 
-async def _await_model(groups: Any, name: str, folder: str) -> ModelInfo:
-    """What the groups serve, once the first of them answers; Serve bounds the wait for its replicas."""
-    while True:
-        try:
-            about = (await groups.broadcast("stats").results_async())[0]["about"]
-            break
-        except DeploymentUnavailableError:
-            await asyncio.sleep(READY_POLL_S)
+async def _await_model(groups: Any, name: str, folder: str, generation: str) -> ModelInfo:
+    """What the groups serve, once the first of this generation answers; Serve bounds the wait for its replicas."""
+    while not (own := [stats for stats in await answers(groups) if stats["generation"] == generation]):
+        await asyncio.sleep(READY_POLL_S)
+    about = own[0]["about"]
     return ModelInfo(
         name=name,
         folder=folder,

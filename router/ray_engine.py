@@ -38,13 +38,19 @@ DRAIN_POLL_S = 0.1
 
 
 class RayEngine:
-    """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `sink` its name."""
+    """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `sink` its name.
 
-    def __init__(self, model: ModelInfo, groups: Any, aggregator: Any, sink: str) -> None:
+    Only groups of this `generation` are used, all if it is None.
+    """
+
+    def __init__(
+        self, model: ModelInfo, groups: Any, aggregator: Any, sink: str, generation: str | None = None
+    ) -> None:
         self._model = model
         self._groups = groups
         self._aggregator = aggregator
         self._sink = sink
+        self._generation = generation
         self._dispatcher = Dispatcher()
         self._stats: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,10 +99,10 @@ class RayEngine:
 
         A silent group that lives is leaving (an update, or fewer groups) and finishes the children it has.
         """
-        answers = await self._ask_groups()
-        self._stats = answers or self._stats
-        self._actors |= {stats["group"]: stats["actor"] for stats in answers}
-        for group in self._dispatcher.update_groups({stats["group"] for stats in answers}):
+        own = [s for s in await answers(self._groups) if self._generation in (None, s["generation"])]
+        self._stats = own or self._stats
+        self._actors |= {stats["group"]: stats["actor"] for stats in own}
+        for group in self._dispatcher.update_groups({stats["group"] for stats in own}):
             if not await self._lives(group):
                 await self._give_up(group)
 
@@ -112,16 +118,6 @@ class RayEngine:
         self._dispatcher.drop_group(group)
         if self._actors.pop(group, None) is not None:
             await self._aggregator.fail_group.remote(group, "the group that ran this child was lost")
-
-    async def _ask_groups(self) -> list[dict[str, Any]]:
-        """The numbers of every group that answers."""
-        try:
-            call = self._groups.broadcast("stats")
-            answers = await call.results_async(timeout_s=ANSWER_S, return_exceptions=True)
-        except (RayError, RayServeException, TimeoutError) as error:
-            log.warning("no answer from the groups: %s", error)
-            return []
-        return [answer for answer in answers if isinstance(answer, dict)]
 
     async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
         self._active.add(parent.parent_id)
@@ -225,6 +221,16 @@ class RayEngine:
                     await self._groups.abort.remote(group, children)
         except (RayError, TimeoutError) as error:
             log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)
+
+
+async def answers(groups: Any) -> list[dict[str, Any]]:
+    """The numbers of every group that Serve offers and that answers."""
+    try:
+        found = await groups.broadcast("stats").results_async(timeout_s=ANSWER_S, return_exceptions=True)
+    except (RayError, RayServeException, TimeoutError) as error:
+        log.info("no answer from the groups: %s", error)
+        return []
+    return [answer for answer in found if isinstance(answer, dict)]
 
 
 def _placement(by_group: dict[str, list[FamilyRequest]]) -> dict[int, str]:

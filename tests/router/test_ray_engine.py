@@ -49,7 +49,11 @@ class Groups:
     def broadcast(self, method: str) -> Any:
         async def results(**kwargs: Any) -> list[dict[str, Any]]:
             return [
-                {"group": name, "actor": SimpleNamespace(__ray_ready__=remote(lambda name=name: self._ready(name)))}
+                {
+                    "group": name,
+                    "generation": "old" if name.startswith("old") else "new",
+                    "actor": SimpleNamespace(__ray_ready__=remote(lambda name=name: self._ready(name))),
+                }
                 for name in self.offered
             ]
 
@@ -80,7 +84,7 @@ class Aggregator:
 
 async def started(*names: str) -> tuple[RayEngine, Groups, Aggregator]:
     groups, aggregator = Groups(*names), Aggregator()
-    engine = RayEngine(None, groups, aggregator, "sink")
+    engine = RayEngine(None, groups, aggregator, "sink", "new")
     await engine.refresh()
     return engine, groups, aggregator
 
@@ -96,6 +100,18 @@ def test_a_family_a_leaving_group_refused_goes_to_another_and_is_counted_there()
         await engine.drain()
         assert aggregator.closed == ["p"]
         assert engine._dispatcher.counters() == {"children_placed": 0, "tokens_placed": 0}
+
+    asyncio.run(run())
+
+
+def test_groups_of_another_generation_are_left_alone():
+    async def run() -> None:
+        engine, groups, aggregator = await started("b", "old a")
+        assert engine._dispatcher.groups == ["b"]
+        aggregator.answer.set()
+        await engine.complete(PARENT)
+        assert sorted(groups.taken["b"]) == [0, 1] and groups.taken["old a"] == []
+        await engine.drain()
 
     asyncio.run(run())
 
