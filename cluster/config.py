@@ -21,6 +21,9 @@ class ClusterConfig(BaseModel):
     served_name: str | None = Field(None, description="Model name clients use; default: the folder's name")
     groups: int = Field(1, ge=1, description="Tensor-parallel groups: copies of the model")
     tp: int = Field(1, ge=1, description="Ranks per group; need not divide the heads")
+    placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "PACK", description="How the ranks of a group lie on the nodes; STRICT: or not at all"
+    )
     host: str = Field("127.0.0.1", description="Address the HTTP server binds")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     address: str | None = Field(None, description="Ray cluster to join; default: start one here")
@@ -42,8 +45,11 @@ class ClusterConfig(BaseModel):
     push_interval_s: float = Field(
         0.04, ge=0, description="Tokens of a running child travel at most so often; first and last ones never wait"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: the cores shared out")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads per rank, and cores reserved for it; default: the cores shared out"
+    )
     start_timeout_s: float = Field(30.0, gt=0, description="Longest wait for the cluster to place a group")
+    drain_timeout_s: float = Field(600.0, gt=0, description="Longest wait for running requests when a part ends")
     collective_timeout_s: float = Field(60.0, gt=0, description="A rank silent for so long is taken for lost")
 
     @model_validator(mode="after")

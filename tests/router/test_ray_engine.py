@@ -17,7 +17,7 @@ from workers.sampling_params import SamplingParams
 
 
 class Handle:
-    """`handle.method.remote(...)` notes the call and answers with what `answers` has for it, or raises or awaits that."""
+    """`handle.method.remote(...)` notes the call and answers what `answers` has, or raises or awaits it."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
@@ -37,7 +37,8 @@ class Handle:
         return Method()
 
     def broadcast(self, name: str) -> Any:
-        answers = [{"group": group} for group in self.answers["alive"]]
+        actor = Handle(__ray_ready__=RayActorError())
+        answers = [{"group": group, "generation": "g", "actor": actor} for group in self.answers["alive"]]
 
         class Broadcast:
             async def results_async(self, **_: Any) -> list[Any]:
@@ -97,6 +98,7 @@ def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up() -> N
         reply = asyncio.create_task(engine.complete(parent()))
         while not groups.calls:
             await asyncio.sleep(0)
+        groups.answers["alive"] = []
         engine._dispatcher.drop_group("g")
         async with asyncio.timeout(30):
             with pytest.raises(NoHealthyGroupError):
