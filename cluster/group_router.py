@@ -7,10 +7,13 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 class PinnedRequestRouter(RequestRouter):
-    """First argument of the call = unique id of the replica that must take it."""
+    """First argument of the call = unique id of the replica that must take it.
+
+    A replica that Serve offers no more cannot be reached; any other then gets the call, and sees that it is not meant.
+    """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         wanted = pending_request.args[0] if pending_request and pending_request.args else None
-        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]]
+        return [[r for r in candidate_replicas if r.replica_id.unique_id == wanted] or candidate_replicas]

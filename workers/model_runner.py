@@ -4,8 +4,11 @@
 the others in `workers.rank_loop`.
 """
 
+import hashlib
 import logging
 import os
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.implementation import triton_kernels
 from kernels.transfer import sent
+from workers.checkpoint import weights_digest
 from workers.config import EngineConfig
 from workers.cuda_graphs import Bucket, DecodeGraphs
 from workers.loader import load_model, resolve_dtype
@@ -23,10 +27,24 @@ from workers.tensor_parallel import Communicator
 log = logging.getLogger(__name__)
 
 
+def fingerprint(config: EngineConfig) -> str:
+    """Identifies all that fixes a child's bits beside its request: the model, and how and by what it is computed.
+
+    A group that does not shard exactly has bits of its own at every size.
+    """
+    device = resolve_device(config.device)
+    tp = 0 if config.shards_exactly(device.type) else config.tp
+    how = (version("choral"), str(resolve_dtype(config.dtype, device)), device.type, config.block_size, tp)
+    return hashlib.sha256(repr((weights_digest(Path(config.model_folder)), how)).encode()).hexdigest()[:16]
+
+
 class ModelRunner:
     """Loads this rank's shard and allocates its KV blocks. Raises ValueError naming the option that does not fit."""
 
     def __init__(self, config: EngineConfig, comm: Communicator) -> None:
+        self.share_prefix = True
+        """Off: siblings read their common blocks one by one. For measurements; it changes no bit."""
+        self._block_size = config.block_size
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.model_config = ModelConfig.from_folder(config.model_folder)
@@ -74,13 +92,20 @@ class ModelRunner:
         linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.model.head.local)
         return all(ops.check_row_invariance(linear, sizes=(2, 7, 33)) for linear in linears)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, over all ranks of the group."""
+        return self._bytes_per_block(self.model_config.num_kv_heads)
+
+    def _bytes_per_block(self, kv_heads: int) -> int:
+        model = self.model_config
+        return ops.KVCache.bytes_per_block(model.num_layers, kv_heads, model.head_dim, self._block_size, self.dtype)
+
     def _num_blocks(self, config: EngineConfig) -> int:
         """Equal on every rank: counted for the rank with the most heads, so one scheduler fits all."""
         if config.kv_blocks is not None:
             return config.kv_blocks
-        model = self.model_config
-        heads = -(-model.num_kv_heads // config.tp)
-        size = ops.KVCache.bytes_per_block(model.num_layers, heads, model.head_dim, config.block_size, self.dtype)
+        size = self._bytes_per_block(-(-self.model_config.num_kv_heads // config.tp))
         return max(2, int(config.kv_memory_gib * 2**30) // size)
 
     @torch.inference_mode()
@@ -90,7 +115,7 @@ class ModelRunner:
             self.kv.copy_blocks(step.copies)
         bucket = Bucket.of(step, self.kv.block_size) if self.graphs is not None else None
         if self.graphs is not None and bucket is not None:
-            return self.graphs.run(bucket, step)
+            return self.graphs.run(bucket, step, self.share_prefix)
         batch = ops.AttentionBatch.build(
             step.query_starts.int(),
             step.context_lens.int(),
@@ -98,6 +123,7 @@ class ModelRunner:
             step.positions,
             step.slots,
             self.kv,
+            share_prefix=self.share_prefix,
         )
         hidden = self.model.forward(sent(step.token_ids, self.device), batch, self.kv)
         if not step.logit_rows.numel():
