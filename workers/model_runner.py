@@ -44,7 +44,6 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, comm: Communicator) -> None:
         self.share_prefix = True
         """Off: siblings read their common blocks one by one. For measurements; it changes no bit."""
-        self._block_size = config.block_size
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.model_config = ModelConfig.from_folder(config.model_folder)
@@ -95,17 +94,17 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block, over all ranks of the group."""
-        return self._bytes_per_block(self.model_config.num_kv_heads)
+        return self._bytes_per_block(self.model_config.num_kv_heads, self.kv.block_size)
 
-    def _bytes_per_block(self, kv_heads: int) -> int:
+    def _bytes_per_block(self, kv_heads: int, block_size: int) -> int:
         model = self.model_config
-        return ops.KVCache.bytes_per_block(model.num_layers, kv_heads, model.head_dim, self._block_size, self.dtype)
+        return ops.KVCache.bytes_per_block(model.num_layers, kv_heads, model.head_dim, block_size, self.dtype)
 
     def _num_blocks(self, config: EngineConfig) -> int:
         """Equal on every rank: counted for the rank with the most heads, so one scheduler fits all."""
         if config.kv_blocks is not None:
             return config.kv_blocks
-        size = self._bytes_per_block(-(-self.model_config.num_kv_heads // config.tp))
+        size = self._bytes_per_block(-(-self.model_config.num_kv_heads // config.tp), config.block_size)
         return max(2, int(config.kv_memory_gib * 2**30) // size)
 
     @torch.inference_mode()
