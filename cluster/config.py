@@ -21,6 +21,9 @@ class ClusterConfig(BaseModel):
     served_name: str | None = Field(None, description="Model name clients use; default: the folder's name")
     groups: int = Field(1, ge=1, description="Tensor-parallel groups: copies of the model")
     tp: int = Field(1, ge=1, description="Ranks per group; need not divide the heads")
+    placement: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "PACK", description="How the ranks of a group lie on the nodes; STRICT: or not at all"
+    )
     host: str = Field("127.0.0.1", description="Address the HTTP server binds")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     address: str | None = Field(None, description="Ray cluster to join; default: start one here")
@@ -37,11 +40,16 @@ class ClusterConfig(BaseModel):
     exact_tp: bool | None = Field(None, description="Same bits at every TP size; default: on CPU yes, on CUDA no")
     max_n: int = Field(128, ge=1, description="Largest n of one request")
     max_children: int = Field(4096, ge=1, description="Children admitted at once over the app; more get a 429")
+    batch_children: int | None = Field(None, ge=1, description="Children of batches at once; default: max_running / 2")
+    files_dir: str | None = Field(None, description="Folder of files and batches; default: $CHORAL_HOME/files")
     push_interval_s: float = Field(
         0.04, ge=0, description="Tokens of a running child travel at most so often; first and last ones never wait"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads per rank; default: the cores shared out")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads per rank, and cores reserved for it; default: the cores shared out"
+    )
     start_timeout_s: float = Field(30.0, gt=0, description="Longest wait for the cluster to place a group")
+    drain_timeout_s: float = Field(600.0, gt=0, description="Longest wait for running requests when a part ends")
     collective_timeout_s: float = Field(60.0, gt=0, description="A rank silent for so long is taken for lost")
 
     @model_validator(mode="after")

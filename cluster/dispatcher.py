@@ -10,7 +10,7 @@ MISSED_ROUNDS = 3
 
 
 class NoGroupError(Exception):
-    """No group is alive."""
+    """No group takes families."""
 
 
 @dataclass(slots=True)
@@ -35,21 +35,25 @@ class Dispatcher:
 
     @property
     def groups(self) -> list[str]:
-        return list(self._groups)
+        """Those that take families."""
+        return [name for name, group in self._groups.items() if group.missed < MISSED_ROUNDS]
 
     def update_groups(self, answered: set[str]) -> set[str]:
-        """Take the groups that answered a round of questions; returns those now given up as gone.
+        """Take the groups that answered a round of questions; returns those that are silent and get no more families.
 
-        One missed round is not the end of a group, MISSED_ROUNDS in a row are.
+        One missed round is not the end of a group, MISSED_ROUNDS in a row are. A silent group keeps what was placed
+        on it until it is dropped, because it may be finishing just that.
         """
         for group in sorted(answered - self._groups.keys()):
             self._groups[group] = _Group()
         for name, state in self._groups.items():
             state.missed = 0 if name in answered else state.missed + 1
-        gone = {name for name, state in self._groups.items() if state.missed >= MISSED_ROUNDS}
-        for name in gone:
-            self.drop_group(name)
-        return gone
+        return self._groups.keys() - self.groups
+
+    def leave(self, group: str) -> None:
+        """Place nothing more on a group that did not take a family, until it answers again."""
+        if group in self._groups:
+            self._groups[group].missed = MISSED_ROUNDS
 
     def drop_group(self, group: str) -> None:
         """Forget a group and all that was placed on it."""
@@ -57,10 +61,10 @@ class Dispatcher:
         self._placed = {child: (where, w) for child, (where, w) in self._placed.items() if where != group}
 
     def place(self, parent_id: str, indices: list[int], prompt_tokens: int) -> str:
-        """Choose a group for one family and count it there. Raises NoGroupError."""
-        if not self._groups:
-            raise NoGroupError
-        name = min(self._groups, key=lambda g: (self._groups[g].load(self._tokens_per_child), g))
+        """Choose a group for one family and count it there, and nowhere else any more. Raises NoGroupError."""
+        for index in indices:
+            self.finished(parent_id, index)
+        name = self._least_loaded()
         share, rest = divmod(prompt_tokens, len(indices))
         for position, index in enumerate(indices):
             weight = share + (position < rest)
@@ -69,6 +73,12 @@ class Dispatcher:
             group.children += 1
             group.tokens += weight
         return name
+
+    def _least_loaded(self) -> str:
+        """A group that missed the last round is only taken when there is no other."""
+        if not (groups := self.groups):
+            raise NoGroupError
+        return min(groups, key=lambda g: (self._groups[g].missed, self._groups[g].load(self._tokens_per_child), g))
 
     def finished(self, parent_id: str, index: int) -> None:
         """One child is done, or given up. Idempotent."""

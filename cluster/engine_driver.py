@@ -7,9 +7,11 @@ the worker group; knows nothing of Serve.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from cluster.outbox import Outbox, OutputSink
@@ -18,6 +20,8 @@ from workers.outputs import ChildRef, FamilyRequest
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+DRAIN_POLL_S = 0.05
 
 
 class EngineDriver:
@@ -102,6 +106,12 @@ class EngineDriver:
     def _drop_sink(self, engine: Engine, name: str) -> None:
         engine.abort_sink(name)
         self._outboxes.pop(name, None)
+
+    def drain(self) -> None:
+        """Return when no child is left and all deltas have arrived, or when the group has failed or was stopped."""
+        with suppress(RuntimeError):
+            while not self._stopping and (self.call(lambda engine: engine.has_work).result() or not self.shipped):
+                time.sleep(DRAIN_POLL_S)
 
     def stop(self) -> None:
         """Leave the thread after the current step; work that is left is dropped."""

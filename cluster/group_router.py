@@ -7,7 +7,10 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 class PinnedRequestRouter(RequestRouter):
-    """First argument of the call = unique id of the replica that must take it."""
+    """First argument of the call = unique id of the replica that must take it.
+
+    A replica that Serve offers no more cannot be reached; any other then gets the call, and sees that it is not meant.
+    """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -16,4 +19,4 @@ class PinnedRequestRouter(RequestRouter):
             # Or Serve asks again at once, without end, when the replica is gone: its event loop then does nothing else.
             pending_request.routing_context.should_backoff = True
         wanted = pending_request.args[0] if pending_request and pending_request.args else None
-        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]]
+        return [[r for r in candidate_replicas if r.replica_id.unique_id == wanted] or candidate_replicas]

@@ -23,8 +23,18 @@ class PlacementError(Exception):
 
 
 def bundles(config: ClusterConfig, device: str) -> list[dict[str, float]]:
-    """One bundle per rank of a group."""
-    return [{"CPU": 1.0, **({"GPU": 1.0} if device == "cuda" else {})} for _ in range(config.tp)]
+    """One bundle per rank of a group. Threads that were asked for are reserved; else a rank reserves one core."""
+    gpu = {"GPU": 1.0} if device == "cuda" else {}
+    return [{"CPU": float(config.threads or 1), **gpu} for _ in range(config.tp)]
+
+
+def threads_per_rank(config: ClusterConfig, device: str, nodes: list[dict[str, float]]) -> int | None:
+    """As configured; on CPU else the cores of `nodes` shared out between all ranks, at most those of the smallest."""
+    if config.threads is not None or device != "cpu":
+        return config.threads
+    cores = [node["CPU"] for node in nodes if node.get("CPU")]
+    fair = sum(cores) / (config.groups * config.tp)
+    return max(1, int(min(fair, *cores))) if cores else 1
 
 
 def group_options(config: ClusterConfig, device: str) -> dict[str, Any]:
@@ -36,7 +46,7 @@ def group_options(config: ClusterConfig, device: str) -> dict[str, Any]:
         "name": "groups",
         "num_replicas": config.groups,
         "placement_group_bundles": one,
-        "placement_group_strategy": "PACK",
+        "placement_group_strategy": config.placement,
         "ray_actor_options": {
             "num_cpus": one[0]["CPU"],
             "num_gpus": one[0].get("GPU", 0),
@@ -46,43 +56,52 @@ def group_options(config: ClusterConfig, device: str) -> dict[str, Any]:
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": 10,
+        "graceful_shutdown_timeout_s": config.drain_timeout_s,
         "request_router_config": RequestRouterConfig(request_router_class=PinnedRequestRouter),
     }
 
 
-def missing_resources(needed: list[dict[str, float]], nodes: list[dict[str, float]]) -> list[str]:
-    """What the nodes lack to hold all bundles, as "GPU: 4 needed, 2 in the cluster"; empty if they fit.
+def missing_resources(
+    group: list[dict[str, float]], groups: int, placement: str, nodes: list[dict[str, float]]
+) -> list[str]:
+    """What the nodes lack to hold `groups` groups, as "GPU: 4 needed, 2 free in the cluster"; empty if they fit.
 
-    Totals are compared first; bundles that fit in total may still not fit node by node, which is said as well.
+    Totals are compared first; what fits in total may still not fit node by node, which is said as well.
     """
     lacking = []
-    for name in sorted({name for bundle in needed for name in bundle}):
-        want = sum(bundle.get(name, 0) for bundle in needed)
+    for name in sorted(group[0]):
+        want = groups * sum(bundle[name] for bundle in group)
         have = sum(node.get(name, 0) for node in nodes)
         if want > have:
             lacking.append(f"{name}: {want:g} needed, {have:g} free in the cluster")
-    return lacking or ([] if _fits(needed, nodes) else [f"no node has room for a bundle of {needed[0]}"])
+    return lacking or ([] if _fits(group, groups, placement, nodes) else [_UNFIT[placement].format(group[0])])
 
 
-def _fits(needed: list[dict[str, float]], nodes: list[dict[str, float]]) -> bool:
-    """First fit; the bundles of a deployment are all alike, so it is exact."""
-    room = [dict(node) for node in nodes]
-    for bundle in needed:
-        node = next((node for node in room if all(node.get(k, 0) >= v for k, v in bundle.items())), None)
-        if node is None:
-            return False
-        for name, amount in bundle.items():
-            node[name] -= amount
-    return True
+_UNFIT = {
+    "PACK": "no node has room for a rank of {}",
+    "SPREAD": "no node has room for a rank of {}",
+    "STRICT_PACK": "placement is STRICT_PACK, and no node has room for all ranks of a group, each {}",
+    "STRICT_SPREAD": "placement is STRICT_SPREAD, and there are too few nodes with room for a rank of {}",
+}
+
+
+def _fits(group: list[dict[str, float]], groups: int, placement: str, nodes: list[dict[str, float]]) -> bool:
+    """Exact, because all bundles are alike: only how many of them each node can hold counts."""
+    bundle, size = group[0], len(group)
+    room = [min(int(node.get(name, 0) // amount) for name, amount in bundle.items()) for node in nodes]
+    if placement == "STRICT_PACK":
+        return sum(slots // size for slots in room) >= groups
+    if placement == "STRICT_SPREAD":
+        return sum(min(slots, groups) for slots in room) >= groups * size
+    return sum(room) >= groups * size
 
 
 def wait_for_room(config: ClusterConfig, device: str, say: Callable[[str], None]) -> None:
     """Return when the cluster can hold every group, waiting for nodes that join; PlacementError after the timeout."""
-    needed = bundles(config, device) * config.groups
+    group = bundles(config, device)
     deadline = time.monotonic() + config.start_timeout_s
     told = False
-    while lacking := missing_resources(needed, _free_per_node()):
+    while lacking := missing_resources(group, config.groups, config.placement, _free_per_node()):
         what = "; ".join(lacking)
         if time.monotonic() >= deadline:
             raise PlacementError(

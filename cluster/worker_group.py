@@ -35,12 +35,19 @@ FLUSH_S = 2.0
 
 
 class WorkerGroup:
-    """The deployment's class. `options` are those of the engine; `model` is resolved anew on the replica's node."""
+    """The deployment's class. `options` are those of the engine; `model` is resolved anew on the replica's node.
 
-    def __init__(self, model: str | None, options: dict[str, Any], threads: int | None, push_interval_s: float) -> None:
+    `generation` names the configuration; routers of another one leave this group alone.
+    """
+
+    def __init__(
+        self, model: str | None, options: dict[str, Any], threads: int | None, push_interval_s: float, generation: str
+    ) -> None:
         started = time.monotonic()
         set_threads(threads)
         self.group: str = serve.get_replica_context().replica_id.unique_id
+        self._generation = generation
+        self._actor = ray.get_runtime_context().current_actor
         config = EngineConfig(model_folder=str(resolve(model)), **options)
         self._ranks = [self._make_rank(config, rank, threads) for rank in range(1, config.tp)]
         self._driver = EngineDriver(
@@ -71,17 +78,17 @@ class WorkerGroup:
         return engine
 
     def _make_rank(self, config: EngineConfig, rank: int, threads: int | None) -> Any:
-        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU")
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=rank
-        )
+        placement = ray.util.get_current_placement_group()
+        bundle = placement.bundle_specs[rank]
         actor = RankWorker.options(  # type: ignore[attr-defined]
-            num_cpus=1, num_gpus=1 if gpus else 0, scheduling_strategy=strategy
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
         )
         return actor.remote(config, rank, threads)
 
     def _join(self, config: EngineConfig) -> tuple[Communicator, PlanChannel | None]:
-        """Serve the group's store on an address that is bound already, then let every rank join."""
+        """Serve the group's store at this node's own address, already bound, then let every rank join."""
         self._ready: list[Any] = []
         if config.tp == 1:
             return Communicator(), None
@@ -89,7 +96,7 @@ class WorkerGroup:
         store = open_store(host, 0, is_host=True, timeout_s=timeout_s)
         self._ready = [rank.start.remote(host, store.port) for rank in self._ranks]
         backend = resolve_backend(config.device)
-        comm = init_communicator(0, config.tp, store, backend=backend, timeout_s=timeout_s)
+        comm = init_communicator(0, config.tp, store, backend=backend, timeout_s=timeout_s, address=host)
         return comm, PlanChannel(config.collective_timeout_s)
 
     def _run(self, step: StepInput) -> Any:
@@ -101,17 +108,25 @@ class WorkerGroup:
         if self._channel is not None:
             self._channel.heartbeat()
 
-    async def submit(self, group: str, families: Sequence[FamilyRequest], aggregator: Any) -> None:
-        """Take families, all or none. `group` is this replica's id; it steers the Serve router."""
+    async def submit(self, group: str, families: Sequence[FamilyRequest], aggregator: Any) -> bool:
+        """Take families, all or none; False if this is not `group`, which then is leaving and takes none either."""
+        if group != self.group:
+            return False
         await asyncio.wrap_future(self._driver.submit(families, ActorSink(aggregator)))
+        return True
 
     async def abort(self, group: str, children: Sequence[ChildRef]) -> None:
-        """Stop children; returns when none of them is in any rank's next step."""
-        await asyncio.wrap_future(self._driver.call(lambda engine: engine.abort(children)))
+        """Stop children; returns when none of them is in any rank's next step.
+
+        A group that is leaving gets no calls, but the answers to its pushes name the children to stop.
+        """
+        if group == self.group:
+            await asyncio.wrap_future(self._driver.call(lambda engine: engine.abort(children)))
 
     async def stats(self) -> dict[str, Any]:
         """What this group is and does. Answers during a long step: slow is not dead."""
-        return {"group": self.group, "about": self._about, **self._driver.stats}
+        who = {"group": self.group, "generation": self._generation, "actor": self._actor}
+        return {**who, "about": self._about, **self._driver.stats}
 
     def check_health(self) -> None:
         if self._driver.failure is not None:
@@ -128,8 +143,12 @@ class WorkerGroup:
         os._exit(1)
 
     def __del__(self) -> None:
-        """Serve calls this when it stops the replica; the child actors end with their owner."""
+        """Serve calls this when it stops the replica, and bounds it: children that were taken are finished first.
+
+        The child actors end with their owner.
+        """
         if driver := getattr(self, "_driver", None):
+            driver.drain()
             driver.stop()
             if self._channel is not None:
                 self._channel.stop()

@@ -10,35 +10,34 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from unittest.mock import patch
 
 import ray
+import torch
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 
 from cluster.config import ClusterConfig
-from cluster.placement import PlacementError, group_options, wait_for_room
-from cluster.worker_group import WorkerGroup
+from cluster.placement import PlacementError, wait_for_room
+from deploy.application import application, check_model, cluster_device
+from deploy.serve_config import APP
 from kernels import ops
-from router.ingress import Ingress, router_options
-from workers.checkpoint import resolve, tokenizer_folder
-from workers.model_config import ModelConfig
+from workers.checkpoint import cache_folder, resolve, tokenizer_folder
 from workers.model_runner import resolve_device
-from workers.tensor_parallel import ShardPlan
 
-APP = "choral"
 DEPLOY_TIMEOUT_S = 600.0
 """Longest wait for the groups to load their model once they are placed."""
-DRAIN_S = 600.0
-"""Longest wait for running requests when the cluster is asked to end."""
+CANCEL_S = 10.0
+"""Longest wait for the router to cancel what runs when the cluster is stopped at once."""
 LAST_BYTES_S = 0.5
 """What the HTTP proxy needs to pass on the end of the last replies."""
 
@@ -64,6 +63,7 @@ class RunningCluster:
         self.url = f"http://{config.host}:{port}"
         self.model_name = model_name
         self._owns_ray = config.address is None
+        self._drain_timeout_s = config.drain_timeout_s
         self._stopped = False
 
     def wait(self) -> None:
@@ -72,17 +72,19 @@ class RunningCluster:
             time.sleep(5.0)
 
     def drain(self) -> None:
-        """Take no new requests, let running ones finish for at most `DRAIN_S`, then stop everything."""
+        """Take no new requests, let running ones finish for at most `drain_timeout_s`, then stop everything."""
         if not self._stopped:
             with suppress(RayError, RayServeException, TimeoutError):
-                serve.get_app_handle(APP).drain.remote().result(timeout_s=DRAIN_S)
+                serve.get_app_handle(APP).drain.remote().result(timeout_s=self._drain_timeout_s)
                 time.sleep(LAST_BYTES_S)
         self.stop()
 
     def stop(self) -> None:
-        """Stop at once. Idempotent."""
+        """Stop at once; what runs ends with an error. Idempotent."""
         if not self._stopped:
             self._stopped = True
+            with suppress(RayError, RayServeException, TimeoutError):
+                serve.get_app_handle(APP).cancel_all.remote().result(timeout_s=CANCEL_S)
             _stop(self._owns_ray)
 
     def __enter__(self) -> Self:
@@ -99,19 +101,22 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     started = time.monotonic()
     try:
         folder = resolve(config.model)
-        tokenizer = tokenizer_folder(folder)
-        device = resolve_device(config.device).type
-        _check_shape(config, folder, device)
+        tokenizer_folder(folder)
+        device = _local_device(config)
+        check_model(config, folder, device)
+        config = config.model_copy(update={"files_dir": _files_folder(config)})
         port = _bindable(config.host, config.port)
         _reach(config.address)
     except (ValueError, OSError, RuntimeError) as error:
         raise StartError(str(error)) from error
-    say(ops.implementation(device))
-    _start_ray(config, device, say)
+    if config.address is None:
+        say(ops.implementation(device))
     try:
+        with _interrupts_held():
+            _start_ray(config, device, say)
+        device = cluster_device(config) if config.address else device
         wait_for_room(config, device, say)
-        name = config.served_name or folder.name
-        _deploy(config, port, tokenizer, name, device)
+        _deploy(config, port, device)
         _wait_until_running(say)
     except BaseException as error:
         _stop(config.address is None)
@@ -119,14 +124,42 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
             raise StartError(str(error)) from error
         raise
     say(f"ready after {time.monotonic() - started:.1f} s")
-    return RunningCluster(config, port, name)
+    return RunningCluster(config, port, config.served_name or folder.name)
 
 
-def _check_shape(config: ClusterConfig, folder: Path, device: str) -> None:
-    """Find here what would stop every group: an unsupported model, a group size it cannot be cut into, lengths."""
-    model = ModelConfig.from_folder(folder)
-    ShardPlan.build(model, config.tp, exact=config.engine(str(folder)).shards_exactly(device))
-    model.checked_len(config.max_model_len)
+def _local_device(config: ClusterConfig) -> str:
+    """Where the model will run, as far as this machine can tell. Raises ValueError if a GPU is asked for in vain."""
+    if config.address is None and config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no GPU here")
+    return config.device if config.device != "auto" else resolve_device("auto").type
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM until the end of the block: Ray cannot be stopped halfway into its start or its stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in handlers.items():
+        if callable(handler):
+            signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _files_folder(config: ClusterConfig) -> str:
+    """Where files and batches are kept, made here so that a wrong place is found before anything starts."""
+    folder = Path(config.files_dir).expanduser().absolute() if config.files_dir else cache_folder() / "files"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return str(folder)
 
 
 def _bindable(host: str, port: int) -> int:
@@ -162,43 +195,32 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
     say(f"joining Ray at {config.address}" if config.address else "starting Ray")
     options: dict[str, Any] = {"address": config.address}
     if config.address is None:
-        ranks = config.groups * config.tp
+        wanted = config.groups * config.tp * (config.threads or 1)
         cores = os.cpu_count() or 1
-        if device == "cpu" and ranks > cores:
-            say(f"{ranks} ranks share {cores} cores")
-        options = {"address": "local", "num_cpus": max(cores, ranks), "include_dashboard": config.dashboard}
+        if device == "cpu" and wanted > cores:
+            say(f"{config.groups * config.tp} ranks share {cores} cores")
+        options = {"address": "local", "num_cpus": max(cores, wanted), "include_dashboard": config.dashboard}
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    terminate = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(log_to_driver=False, configure_logging=False, **options)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, terminate)  # Ray's own handler aborts the process
+        # Ray would put in handlers of its own, of which one ends this process halfway and without a word.
+        with patch.object(signal, "signal"):
+            ray.init(log_to_driver=False, configure_logging=False, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 
 
-def _deploy(config: ClusterConfig, port: int, tokenizer: Path, name: str, device: str) -> None:
+def _deploy(config: ClusterConfig, port: int, device: str) -> None:
     logs = LoggingConfig(enable_access_log=False)
     serve.start(http_options=HTTPOptions(host=config.host, port=port), logging_config=logs)
-    options = asdict(config.engine(""))
-    del options["model_folder"]  # each group resolves the model on its own node
-    groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
-    router = serve.deployment(Ingress).options(**router_options())
-    bound = groups.bind(config.model, options, _threads(config, device), config.push_interval_s)
-    app = router.bind(config, str(tokenizer), name, bound)
+    # A Serve that was running already keeps its own address, and says so only in a log.
+    if ((listening := _get_global_client().http_config).host, listening.port) != (config.host, port):
+        raise StartError(f"host, port: Serve on this cluster listens on {listening.host}:{listening.port} already")
+    app = application(config, device)
     targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-
-
-def _threads(config: ClusterConfig, device: str) -> int | None:
-    """CPU threads per rank: the cores shared out between the ranks of this machine."""
-    if config.threads is not None or device != "cpu":
-        return config.threads
-    ranks = config.tp * (config.groups if config.address is None else 1)
-    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def app_status() -> ApplicationStatus | None:
@@ -227,10 +249,15 @@ def _failure() -> str:
 
 
 def _stop(owns_ray: bool) -> None:
-    """Ray prints, of all places to stdout, that the actors it is told to end have ended; nobody needs that."""
-    with redirect_stdout(io.StringIO()):
-        if owns_ray:
-            serve.shutdown()
-        else:
+    """Remove the application, with Serve where it was its last one, and Ray where it was started here.
+
+    Ray prints, of all places to stdout, that the actors it is told to end have ended; nobody needs that.
+    """
+    with redirect_stdout(io.StringIO()), _interrupts_held():
+        if not ray.is_initialized():
+            return
+        if not owns_ray and serve.status().applications.keys() - {APP}:
             serve.delete(APP, _blocking=True)
+        else:
+            serve.shutdown()
         ray.shutdown()

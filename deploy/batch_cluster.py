@@ -21,8 +21,9 @@ from ray.serve.schema import ApplicationStatus
 from aggregation.parent_request import ParentRequest
 from aggregation.results import ParentResult, ParentUpdate
 from cluster.config import ClusterConfig
-from deploy.app import APP, RunningCluster, Say, StartError, app_status, connect, start
+from deploy.app import RunningCluster, Say, StartError, app_status, connect, start
 from deploy.errors import CommandError
+from deploy.serve_config import APP
 from router.batch.store import SampleStore
 from router.engine import GenerationError, ModelInfo
 from router.ingress import make_aggregator

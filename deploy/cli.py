@@ -1,12 +1,14 @@
 """The `choral` command: parses, hands over to a command, and turns errors into a line and an exit code.
 
 0 done; 1 the cluster or the server failed; 2 a bad option or configuration file; 3 some rows of a batch failed;
-130 interrupted. Imports nothing heavy before a command needs it, so that `choral --help` is quick.
+130 interrupted; 141 nobody reads the output any more. Imports nothing heavy before a command needs it, so that
+`choral --help` is quick.
 """
 
 import argparse
 import functools
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +20,11 @@ from deploy.options import add_cluster_options
 from deploy.sample import add_sample_options, run_sample
 from deploy.score import add_score_options, run_score
 from deploy.serve import interrupt_on_sigterm, run_serve
+from deploy.serve_config import run_config
 
 INTERRUPTED = 130
+READER_GONE = 141
+"""What a shell reports of a command that SIGPIPE ended."""
 EPILOG = """\
 examples:
   choral sample "Name a colour." -n 8       start a server, ask it, stop it
@@ -38,13 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = list(sys.argv[1:] if argv is None else argv)
     interrupt_on_sigterm()
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"choral: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("choral: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again when it exits
+        return READER_GONE
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     add_cluster_options(command("serve", "Start a cluster and serve its HTTP API until Ctrl-C", run_serve))
+    add_cluster_options(command("config", "Print a Serve config file, for `serve deploy` and KubeRay", run_config))
     add_sample_options(command("sample", "Ask one question and watch its samples grow", run_sample))
     add_batch_options(command("batch", "Sample a data set, and resume where the last run ended", run_batch))
     add_score_options(command("score", "Grade the samples of a batch: pass@k, maj@k and their curves", run_score))

@@ -121,8 +121,9 @@ class LiveView:
         pass
 
     def ended(self, replay: str) -> None:
-        foot = Text(summary(self._family)), Text(f"replay: {replay}", style="dim")
-        self._console.print(Group(Rule(style="dim"), *foot))
+        self._console.print(Group(Rule(style="dim"), Text(summary(self._family))))
+        # Breaks put in here would end up inside the quotes of what is copied: the terminal may wrap, nothing else.
+        self._console.print(Text(f"replay: {replay}", style="dim"), soft_wrap=True)
 
 
 class Frame:

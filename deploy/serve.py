@@ -5,6 +5,7 @@ Called by the CLI with parsed arguments; Ray is imported only when a cluster is 
 
 import argparse
 import contextlib
+import ctypes
 import json
 import logging
 import shlex
@@ -41,16 +42,30 @@ def run_serve(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def running_cluster(config: ClusterConfig) -> Iterator["RunningCluster"]:
     """A cluster that is ready to answer, stopped on the way out. Raises CommandError when it cannot start."""
+    if config.device == "cuda" and config.address is None and not _gpus():
+        raise CommandError("device is cuda, but this machine has no GPU that its NVIDIA driver offers")
     from deploy.app import StartError, start
 
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("workers").setLevel(logging.INFO)  # fetching and converting a model takes a while
+    for package in ("workers", "kernels"):
+        logging.getLogger(package).setLevel(logging.INFO)  # converting a model and building kernels take a while
     try:
         cluster = start(config, say=say)
     except StartError as error:
         raise CommandError(str(error)) from error
     with cluster:
         yield cluster
+
+
+def _gpus() -> int:
+    """How many GPUs the driver offers this process. Asks the driver itself, because importing torch takes seconds."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value
 
 
 def interrupt_on_sigterm() -> None:

@@ -8,25 +8,28 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from aggregation.actor import AggregatorActor
 from cluster.config import ClusterConfig
 from router.app import create_app
+from router.batch_executor import BatchExecutor
 from router.engine import ModelInfo
 from router.limits import RouterLimits
-from router.ray_engine import RayEngine
+from router.middleware import ProxyNamesRequests
+from router.ray_engine import RayEngine, answers
+from workers.checkpoint import resolve, tokenizer_folder
 
 READY_POLL_S = 0.25
 
 
-def router_options() -> dict[str, Any]:
+def router_options(drain_timeout_s: float) -> dict[str, Any]:
     """Serve options of the router. Its limits are a second fence far behind admission."""
     return {
         "name": "router",
@@ -34,7 +37,7 @@ def router_options() -> dict[str, Any]:
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": 100_000,
         "graceful_shutdown_wait_loop_s": 0.2,
-        "graceful_shutdown_timeout_s": 10,
+        "graceful_shutdown_timeout_s": drain_timeout_s,
     }
 
 
@@ -43,35 +46,60 @@ class Ingress:
     """The deployment's class: an ASGI app made once per replica, after the groups answer."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, folder: str, model_name: str, groups: Any
+        self, config: ClusterConfig, groups: Any, generation: str
     ) -> None:
-        self._limits = RouterLimits(max_n=config.max_n, max_children=config.max_children)
-        self._aggregator = make_aggregator(folder)
+        self._config = config
+        folder = await asyncio.to_thread(resolve, config.model)
+        tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
+        self._aggregator = make_aggregator(tokenizer)
         await self._aggregator.ping.remote()
-        model = await _await_model(groups, model_name, folder)
-        self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex())
+        model = await _await_model(groups, config.served_name or folder.name, tokenizer, generation)
+        self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex(), generation)
 
     async def about(self) -> ModelInfo:
         """What is served; a job on the same cluster asks."""
         return self._engine.model
 
     async def drain(self) -> None:
-        """See `RayEngine.drain`."""
+        """Batches stop where they are, to go on after the next start; then see `RayEngine.drain`."""
+        if self._batches is not None:
+            await self._batches.stop()
         await self._engine.drain()
+
+    async def cancel_all(self) -> None:
+        """See `RayEngine.cancel_all`."""
+        await self._engine.cancel_all()
 
     def __serve_build_asgi_app__(self) -> Any:
         engine = self._engine
-        app = create_app(engine, self._limits)
+        app = create_app(engine, _limits(self._config), _folder(self._config))
+        self._batches: BatchExecutor | None = getattr(app.state, "batches", None)
+        serving = app.router.lifespan_context
 
         @asynccontextmanager
-        async def watching(_: FastAPI) -> AsyncIterator[None]:
+        async def watching(app: FastAPI) -> AsyncIterator[None]:
             await engine.refresh()
             task = asyncio.create_task(engine.watch())
-            yield
+            async with serving(app):
+                yield
             task.cancel()
 
         app.router.lifespan_context = watching
-        return app
+        return ProxyNamesRequests(app)
+
+
+def _limits(config: ClusterConfig) -> RouterLimits:
+    running = config.groups * config.max_running
+    return RouterLimits(
+        max_n=config.max_n,
+        max_children=config.max_children,
+        running_children=running,
+        batch_children=config.batch_children or max(running // 2, 1),
+    )
+
+
+def _folder(config: ClusterConfig) -> Path | None:
+    return Path(config.files_dir) if config.files_dir else None
 
 
 def make_aggregator(folder: str) -> Any:
@@ -84,14 +112,11 @@ def make_aggregator(folder: str) -> Any:
     ).remote(folder)
 
 
-async def _await_model(groups: Any, name: str, folder: str) -> ModelInfo:
-    """What the groups serve, once the first of them answers; Serve bounds the wait for its replicas."""
-    while True:
-        try:
-            about = (await groups.broadcast("stats").results_async())[0]["about"]
-            break
-        except DeploymentUnavailableError:
-            await asyncio.sleep(READY_POLL_S)
+async def _await_model(groups: Any, name: str, folder: str, generation: str) -> ModelInfo:
+    """What the groups serve, once the first of this generation answers; Serve bounds the wait for its replicas."""
+    while not (own := [stats for stats in await answers(groups) if stats["generation"] == generation]):
+        await asyncio.sleep(READY_POLL_S)
+    about = own[0]["about"]
     return ModelInfo(
         name=name,
         folder=folder,

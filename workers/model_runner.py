@@ -39,6 +39,9 @@ class ModelRunner:
     """Loads this rank's shard and allocates its KV blocks. Raises ValueError naming the option that does not fit."""
 
     def __init__(self, config: EngineConfig, comm: Communicator) -> None:
+        self.share_prefix = True
+        """Off: siblings read their common blocks one by one. For measurements; it changes no bit."""
+        self._block_size = config.block_size
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.model_config = ModelConfig.from_folder(config.model_folder)
@@ -73,13 +76,20 @@ class ModelRunner:
         linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.model.head.local)
         return all(ops.check_row_invariance(linear, sizes=(2, 7, 33)) for linear in linears)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, over all ranks of the group."""
+        return self._bytes_per_block(self.model_config.num_kv_heads)
+
+    def _bytes_per_block(self, kv_heads: int) -> int:
+        model = self.model_config
+        return ops.KVCache.bytes_per_block(model.num_layers, kv_heads, model.head_dim, self._block_size, self.dtype)
+
     def _num_blocks(self, config: EngineConfig) -> int:
         """Equal on every rank: counted for the rank with the most heads, so one scheduler fits all."""
         if config.kv_blocks is not None:
             return config.kv_blocks
-        model = self.model_config
-        heads = -(-model.num_kv_heads // config.tp)
-        size = ops.KVCache.bytes_per_block(model.num_layers, heads, model.head_dim, config.block_size, self.dtype)
+        size = self._bytes_per_block(-(-self.model_config.num_kv_heads // config.tp))
         return max(2, int(config.kv_memory_gib * 2**30) // size)
 
     @torch.inference_mode()
@@ -95,6 +105,7 @@ class ModelRunner:
             step.positions,
             step.slots,
             self.kv,
+            share_prefix=self.share_prefix,
         )
         hidden = self.model.forward(step.token_ids, batch, self.kv)
         return self.model.logits(hidden[step.logit_rows]) if step.logit_rows.numel() else None

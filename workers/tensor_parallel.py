@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -191,16 +192,21 @@ def open_store(host: str, port: int, *, is_host: bool, timeout_s: float) -> TCPS
     return TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
 
 
-def init_communicator(rank: int, size: int, store: Store | None, *, backend: str, timeout_s: float) -> Communicator:
+def init_communicator(
+    rank: int, size: int, store: Store | None, *, backend: str, timeout_s: float, address: str | None = None
+) -> Communicator:
     """Join the group of `size` ranks that meet in `store`; a group of one needs neither store nor backend.
 
-    `timeout_s` bounds the wait for the others here and in every later collective.
+    `timeout_s` bounds the wait for the others here and in every later collective. `address` is the one by which the
+    other ranks reach this host; None leaves gloo to look the host's name up.
     """
     if size == 1:
         return Communicator()
     if store is None:
         raise ValueError(f"a group of {size} ranks needs a store to meet in")
     timeout = timedelta(seconds=timeout_s)
+    if address is not None and (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     shared = None
     if backend == "gloo":
@@ -208,6 +214,15 @@ def init_communicator(rank: int, size: int, store: Store | None, *, backend: str
         way = "gloo" if shared is None else "shared memory"
         _log.info("rank %d of %d exchanges activations through %s", rank, size, way)
     return Communicator(dist.group.WORLD, shared)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this address; None where no interface of this host has it.
+
+    Without its name gloo listens where the host's own name leads, which often is the loopback interface.
+    """
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(item.address == address for item in found)), None)
 
 
 def _share_memory(rank: int, size: int, store: Store, timeout_s: float) -> SharedMemory | None:

@@ -56,6 +56,7 @@ class RankWorker:
             store,
             backend=resolve_backend(config.device),
             timeout_s=config.collective_timeout_s,
+            address=ray.util.get_node_ip_address(),
         )
         channel = PlanChannel(config.collective_timeout_s)
         return channel, ModelRunner(config, comm), comm

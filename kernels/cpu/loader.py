@@ -7,18 +7,22 @@ once. Called by `kernels.implementation` only, which falls back to the reference
 
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+_log = logging.getLogger(__name__)
 
 _FLAGS = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-Wno-psabi"]
 
@@ -77,6 +81,8 @@ def _build(sources: list[str], target: Path) -> None:
         raise BuildError(f"no C++ compiler found: {compiler}")
     from torch.utils import cpp_extension
 
+    _log.info("building the C++ kernels for this processor, once, in %s; this takes about half a minute", target.parent)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch, _own_tools_on_path():
         try:
             cpp_extension.load(
@@ -90,6 +96,7 @@ def _build(sources: list[str], target: Path) -> None:
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
             raise BuildError(_cause(error)) from error
         (Path(scratch) / "choral_kernels.so").replace(target)
+    _log.info("built the C++ kernels in %.0f s", time.monotonic() - started)
 
 
 def _cause(error: Exception) -> str:

@@ -27,17 +27,24 @@ def failed(line: Mapping[str, Any]) -> bool:
     return bool(line["response"]["status_code"] != 200)
 
 
+def line_id(batch_id: str, row: int) -> str:
+    """What names the line of a row."""
+    return f"batch_req_{batch_id}_{row}"
+
+
 def _line(family: list[Record], batch_id: str) -> dict[str, Any]:
     first = family[0]
     errors = [sample["error"] for sample in family if sample["error"] is not None]
     status, body = (errors[0]["status"], _error(errors[0])) if errors else (200, _reply(family))
-    name = f"batch_req_{batch_id}_{first['row']}"
+    name = line_id(batch_id, first["row"])
     response = {"status_code": status, "request_id": name, "body": body}
     return {"id": name, "custom_id": first["id"], "response": response, "error": None}
 
 
 def _error(error: Mapping[str, Any]) -> dict[str, Any]:
-    return {"error": {name: error[name] for name in ("message", "type", "param", "code")}}
+    """As the routes answer: a record always has a code, a reply may have none."""
+    code = None if error["code"] == error["type"] else error["code"]
+    return {"error": {**{name: error[name] for name in ("message", "type", "param")}, "code": code}}
 
 
 def _reply(family: list[Record]) -> dict[str, Any]:

@@ -100,13 +100,17 @@ class RowReader:
         self._seen.add(digest)
         return row_id, fields
 
+    def seed(self, row_id: str) -> int:
+        """What a row without a seed gets."""
+        return _derived(63, self._rules.key, row_id)
+
     async def read(self, number: int, row_id: str, fields: Mapping[str, Any]) -> Row:
         """The row as a plan. Raises ApiError naming the field."""
-        url, body = self._request(fields)
+        url, body = self.request(fields)
         rules = self._rules
         body = {**_fitting(rules.defaults, body), **body}
         if body.get("seed") in (None, -1):
-            body["seed"] = _derived(63, rules.key, row_id)
+            body["seed"] = self.seed(row_id)
         request = _validated(URLS[url], body)
         self._refuse(request)
         plan, style = await self._plan(request, f"{_derived(96, rules.key, row_id, 'reply'):024x}")
@@ -115,8 +119,8 @@ class RowReader:
             return Row(number, row_id, plan, style)
         return Row(number, row_id, _with_logprobs(plan), None)
 
-    def _request(self, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """The route and the body of either kind of row, fields without a value left out."""
+    def request(self, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The route and the body of either kind of row, fields without a value left out. Raises ApiError."""
         if "custom_id" not in fields and "body" not in fields:
             return _plain(fields, self._rules.extra)
         if unknown := [name for name in fields if name not in _LINE | self._rules.extra]:

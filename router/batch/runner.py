@@ -111,6 +111,11 @@ class BatchRunner:
             tail_s=tail_s,
         )
 
+    @property
+    def in_use(self) -> int:
+        """Sequences that room is held for, whether they run or wait for another attempt."""
+        return self._window.in_use
+
     async def run(self, rows: AsyncIterator[Raw]) -> Mapping[str, Any]:
         """Sample all rows; returns the summary, which is in the store by then. A job that has ended is not run again.
 

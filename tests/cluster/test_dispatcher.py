@@ -40,10 +40,13 @@ def test_finished_children_make_room():
     assert d.place("r", [0], 8) == "a"
 
 
-def test_a_lost_group_is_reported_once_and_its_load_forgotten():
+def test_a_silent_group_is_reported_and_forgotten_when_it_is_dropped():
     d = dispatcher("a", "b")
     d.place("p", [0, 1], 8)
-    assert [d.update_groups({"b"}) for _ in range(MISSED_ROUNDS + 1)] == [*[set()] * (MISSED_ROUNDS - 1), {"a"}, set()]
+    assert [d.update_groups({"b"}) for _ in range(MISSED_ROUNDS)] == [*[set()] * (MISSED_ROUNDS - 1), {"a"}]
+    assert d.groups == ["b"]
+    d.drop_group("a")
+    assert d.update_groups({"b"}) == set()
     assert d.counters() == {"children_placed": 0, "tokens_placed": 0}
     d.finished("p", 0)
     assert d.place("q", [0], 8) == "b"
@@ -55,6 +58,38 @@ def test_a_group_that_answers_again_was_never_lost():
     for answered in (set(), set(), {"a"}, set(), set()):
         assert d.update_groups(answered) == set()
     assert d.counters()["children_placed"] == 1
+
+
+def test_a_silent_group_keeps_its_children_but_gets_no_more_until_it_answers():
+    d = dispatcher("a", "b")
+    assert d.place("p", [0], 8) == "a"
+    for _ in range(MISSED_ROUNDS):
+        d.update_groups({"b"})
+    assert [d.place(str(i), list(range(4)), 8) for i in range(3)] == ["b"] * 3
+    assert d.counters()["children_placed"] == 13
+    d.update_groups({"a", "b"})
+    assert d.place("q", [0], 8) == "a"
+
+
+def test_a_group_that_missed_a_round_comes_last():
+    d = dispatcher("a", "b")
+    d.update_groups({"b"})
+    assert [d.place(str(i), [0], 8) for i in range(3)] == ["b"] * 3
+    d.update_groups(set())
+    assert d.place("p", [0], 8) == "b"
+
+
+def test_a_family_its_group_refused_is_placed_elsewhere_and_counted_once():
+    d = dispatcher("a", "b")
+    assert d.place("p", [0, 1], 8) == "a"
+    d.leave("a")
+    assert d.place("p", [0, 1], 8) == "b"
+    assert d.counters() == {"children_placed": 2, "tokens_placed": 8}
+    d.leave("b")
+    with pytest.raises(NoGroupError):
+        d.place("q", [0], 8)
+    d.release("p", range(2))
+    assert d.counters() == {"children_placed": 0, "tokens_placed": 0}
 
 
 def test_load_stays_even_over_many_families():

@@ -59,6 +59,16 @@ def test_every_token_reaches_the_sink(lab: Lab):
     driver.stop()
 
 
+def test_drain_returns_when_every_token_of_every_child_has_reached_its_sink(lab: Lab):
+    driver, sink = drive(lab.engine()), Sink(3)
+    driver.submit([family("p", [1, 2, 3], range(3), max_tokens=40, ignore_eos=True)], sink).result(10)
+    driver.drain()
+    assert [len(tokens) for tokens in sink.tokens.values()] == [40] * 3
+    assert sink.finishes == [FinishReason.LENGTH] * 3
+    driver.stop()
+    driver.drain()
+
+
 def test_a_refused_family_fails_its_call_and_nothing_else(lab: Lab):
     driver, sink = drive(lab.engine()), Sink(1)
     with pytest.raises(ValueError, match="max_model_len"):

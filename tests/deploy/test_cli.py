@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -53,6 +54,29 @@ def test_a_bad_configuration_is_a_line_and_exit_code_2(capsys, tmp_path):
     file.write_text("grops: 2\n")
     assert main(["serve", "--config", str(file)]) == 2
     assert capsys.readouterr().err == f"choral: {file}: unknown option 'grops'\n"
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_traceback(server):
+    # Output in one go stays in Python's buffer and meets the closed pipe at the end, in pieces earlier.
+    for options in (["--json"], []):
+        command = [sys.executable, "-m", "deploy.cli", "sample", "Hi", "--url", server.url, *options]
+        read, write = os.pipe()
+        os.close(read)
+        with os.fdopen(write, "wb") as pipe:
+            run = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True)
+        assert (run.returncode, run.stderr) == (141, "")
+
+
+def test_a_gpu_asked_for_in_vain_is_a_line_before_anything_heavy_is_imported():
+    code = (
+        "import sys; from deploy import cli, serve; serve._gpus = lambda: 0;"
+        "code = cli.main(['serve', '--device', 'cuda']); print(code, *sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code, *loaded = run.stdout.split()
+    assert code == "1"
+    assert run.stderr == "choral: device is cuda, but this machine has no GPU that its NVIDIA driver offers\n"
+    assert {name.partition(".")[0] for name in loaded} & set(HEAVY) == set()
 
 
 def test_an_error_event_is_a_line_and_exit_code_1(server, capsys):

@@ -101,6 +101,14 @@ def test_the_live_view_ends_with_every_text_in_full_and_the_summary():
     assert text.rstrip().endswith("\nreplay: choral sample Why?")
 
 
+def test_the_replay_command_keeps_its_one_line_in_a_narrow_terminal():
+    console = Console(file=io.StringIO(), width=30, height=24, force_terminal=True, record=True)
+    children = Family([Child(0, 0, "a", 1, "stop")], seed=77, usage=USAGE)
+    command = "choral sample --seed 77 --samples 0 'a question of  many words that is longer than the terminal is wide'"
+    LiveView(children, "Why?", console).ended(command)
+    assert f"replay: {command}" in console.export_text().splitlines()
+
+
 def test_plain_lines_come_once_per_child_when_it_has_finished():
     out = io.StringIO()
     first, second = Child(0, 0, "a", 1), Child(1, 1, "x\ny", 3, "stop", 7)

@@ -1,11 +1,13 @@
 """Building the C++ operators: once for many processes, never fatal, and chosen as the environment says."""
 
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
 from kernels import implementation, ops
 from kernels.cpu import loader
@@ -60,6 +62,22 @@ def test_a_compiler_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("CHORAL_KERNELS", raising=False)
     assert ops.implementation("cpu").startswith("torch reference (no C++ kernels: ")
     assert not list((tmp_path / "kernels").glob("*.so"))
+
+
+@pytest.mark.skipif(shutil.which("true") is None, reason="needs the command true in place of a compiler")
+def test_a_build_is_announced_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def compiler(*args: object, build_directory: str, **options: object) -> None:
+        assert "building the C++ kernels for this processor, once, in" in caplog.text
+        (Path(build_directory) / "choral_kernels.so").write_text("library")
+
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr(cpp_extension, "load", compiler)
+    with caplog.at_level("INFO", "kernels"):
+        loader._build([], tmp_path / "target.so")
+    assert caplog.messages[-1].startswith("built the C++ kernels in")
+    assert (tmp_path / "target.so").read_text() == "library"
 
 
 def test_the_reference_can_be_forced(monkeypatch: pytest.MonkeyPatch, fresh_choice: None):

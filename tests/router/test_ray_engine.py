@@ -1,43 +1,104 @@
-"""The engine over handles that behave like Ray's at their worst; real ones are in `tests/system`."""
+"""The engine over Ray with handles that fail: a group lost on the way is a 503, and everything is given back."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from aggregation.parent_request import ParentRequest
-from router.engine import ModelInfo, NoHealthyGroupError
+from router.engine import NoHealthyGroupError
 from router.ray_engine import RayEngine
+from tests.router.toy_engine import ToyEngine
+from workers.outputs import ChildRef
 from workers.sampling_params import SamplingParams
 
-MODEL = ModelInfo("m", "/nowhere", 100, 300, True, 0)
+
+class Handle:
+    """`handle.method.remote(...)` notes the call and answers what `answers` has, or raises or awaits it."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self
+
+        class Method:
+            async def remote(self, *args: Any, **kwargs: Any) -> Any:
+                handle.calls.append((name, args))
+                answer = handle.answers.get(name)
+                if isinstance(answer, Exception):
+                    raise answer
+                return await answer() if callable(answer) else answer
+
+        return Method()
+
+    def broadcast(self, name: str) -> Any:
+        actor = Handle(__ray_ready__=RayActorError())
+        answers = [{"group": group, "generation": "g", "actor": actor} for group in self.answers["alive"]]
+
+        class Broadcast:
+            async def results_async(self, **_: Any) -> list[Any]:
+                return answers
+
+        return Broadcast()
 
 
-class Remote:
-    """A handle whose methods are coroutine functions."""
-
-    def __init__(self, **methods: Any) -> None:
-        for name, method in methods.items():
-            setattr(self, name, type("Method", (), {"remote": staticmethod(method)}))
+def parent(prompts: int = 1) -> ParentRequest:
+    params = SamplingParams(max_tokens=4, seed=1)
+    return ParentRequest(parent_id="p", prompts=((1, 2, 3),) * prompts, samples=(0, 1), params=params)
 
 
-def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up():
-    async def forever(*_: object) -> None:
-        await asyncio.Event().wait()
-
-    async def nothing(*_: object, **__: object) -> list[Any]:
-        return []
-
-    async def run() -> None:
-        groups = Remote(submit=forever, abort=nothing)
-        aggregator = Remote(open=nothing, close=nothing)
-        engine = RayEngine(MODEL, groups, aggregator, "sink")
-        engine._dispatcher.update_groups({"g"})
-        parent = ParentRequest(
-            parent_id="p", prompts=((1,),), samples=(0,), params=SamplingParams(max_tokens=1, seed=0)
-        )
-        reply = asyncio.create_task(engine.complete(parent))
+async def failing(groups: Handle, aggregator: Handle, request: ParentRequest) -> RayEngine:
+    """An engine after a request that found no group."""
+    engine = RayEngine(ToyEngine(Path()).model, groups, aggregator, "sink")
+    await engine.refresh()
+    with pytest.raises(NoHealthyGroupError):
+        await engine.complete(request)
+    while engine._tasks:
         await asyncio.sleep(0)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayServeException("the group is gone"),
+        DeploymentUnavailableError("groups"),
+        BackPressureError(1, 1),
+        RayActorError(),
+        TimeoutError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_group_that_cannot_be_reached_is_a_503_and_dropped(error: Exception) -> None:
+    groups, aggregator = Handle(alive=["g"], submit=error), Handle(close=[])
+    engine = asyncio.run(failing(groups, aggregator, parent()))
+    assert not asyncio.run(engine.healthy())
+    assert engine._dispatcher.counters() == {"children_placed": 0, "tokens_placed": 0}
+    assert [name for name, _ in aggregator.calls] == ["open", "close"]
+
+
+def test_closing_frees_the_other_groups_when_one_cannot_be_reached() -> None:
+    lost = RayServeException("gone")
+    placed = [(group, ChildRef("p", index)) for index, group in enumerate(("g", "h"))]
+    groups = Handle(alive=["g", "h"], submit=lost, abort=lost)
+    asyncio.run(failing(groups, Handle(close=placed), parent(2)))
+    assert {args[0] for name, args in groups.calls if name == "abort"} == {"g", "h"}
+
+
+def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up() -> None:
+    async def run() -> None:
+        groups = Handle(alive=["g"], submit=asyncio.Event().wait)
+        engine = RayEngine(ToyEngine(Path()).model, groups, Handle(close=[]), "sink")
+        await engine.refresh()
+        reply = asyncio.create_task(engine.complete(parent()))
+        while not groups.calls:
+            await asyncio.sleep(0)
+        groups.answers["alive"] = []
         engine._dispatcher.drop_group("g")
         async with asyncio.timeout(30):
             with pytest.raises(NoHealthyGroupError):

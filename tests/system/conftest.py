@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Server:
     process: subprocess.Popen[str]
     mark: str
     address: str | None = None
+    killed: bool = False
 
     @property
     def client(self) -> OpenAI:
@@ -44,6 +45,15 @@ class Server:
 
     def processes(self) -> list[int]:
         return marked_processes(self.mark)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the cluster at once."""
+        self.killed = True
+        while living := self.processes():
+            for pid in living:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
 
     def wait_until_idle(self, seconds: float = 5.0) -> dict[str, float]:
         """The metrics once every gauge of work is zero; fails after `seconds`."""
@@ -83,8 +93,8 @@ def marked_processes(mark: str) -> list[int]:
 
 
 @contextmanager
-def serve(*options: str) -> Iterator[Server]:
-    """`choral serve` on a free port with `options`; at the end Ctrl-C, exit code 0 and no process left behind."""
+def serve_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`choral serve` on a free port with `options`, and the mark of its processes, of which none may stay behind."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "deploy.cli", "serve", "--port", "0", *options]
@@ -98,17 +108,25 @@ def serve(*options: str) -> Iterator[Server]:
         preexec_fn=hear_interrupts,
     )
     try:
-        url = _ready_url(process)
-        model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
-        yield Server(url, model, process, mark)
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        assert process.wait(STOP_S) == 0
+        yield process, mark
     finally:
         _end(process, mark)
 
 
-def _ready_url(process: subprocess.Popen[str]) -> str:
+@contextmanager
+def serve(*options: str) -> Iterator[Server]:
+    """A server that is ready; at the end Ctrl-C, exit code 0 and no process left behind."""
+    with serve_process(*options) as (process, mark):
+        url = ready_url(process)
+        model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+        running = Server(url, model, process, mark)
+        yield running
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(STOP_S) == (-signal.SIGKILL if running.killed else 0)
+
+
+def ready_url(process: subprocess.Popen[str]) -> str:
     lines = []
     assert process.stdout is not None
     for line in process.stdout:

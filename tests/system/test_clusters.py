@@ -1,5 +1,6 @@
 """Clusters of other shapes answer with the same bits as one group of one rank; what cannot be placed says why."""
 
+import contextlib
 import signal
 import socket
 import time
@@ -8,11 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
+import torch
 from ray.util.state import list_actors
 
 from cluster.config import ClusterConfig
 from deploy.app import StartError, start
-from tests.system.conftest import serve
+from tests.system.conftest import ready_url, serve, serve_process
 from tests.system.requests import choices, complete, stream
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -73,12 +75,30 @@ def test_a_family_of_64_in_waves_with_memory_for_five(embedded_model: Path):
         assert other.wait_until_idle(5)["choral_preemptions_total"] > 0
 
 
-def test_a_group_that_cannot_be_placed_names_what_is_missing(embedded_model: Path):
-    started = time.monotonic()
-    with pytest.raises(StartError, match="GPU: 2 needed, 0 free"):
-        start(ClusterConfig(device="cuda", groups=2, port=0, start_timeout_s=3))
-    assert time.monotonic() - started < 60
-    assert not ray.is_initialized()
+def test_a_second_interrupt_ends_running_requests_and_leaves_nothing(embedded_model: Path):
+    with serve_process() as (process, _):
+        url = ready_url(process)
+        events = stream(url, n=2, max_tokens=2000, ignore_eos=True)
+        next(events)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(httpx.TransportError):
+            assert any("error" in event for event in events)
+        assert process.wait(60) != 0
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0, 4.0])
+def test_signals_while_ray_starts_end_the_start_and_leave_nothing(embedded_model: Path, wait_s: float):
+    with serve_process() as (process, _):
+        assert process.stdout is not None
+        assert any(line.startswith("starting Ray") for line in process.stdout)
+        time.sleep(wait_s)
+        process.terminate()
+        time.sleep(0.3)
+        process.terminate()
+        assert process.wait(60) == 130
+        assert process.stdout.read().endswith("choral: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +108,11 @@ def test_a_group_that_cannot_be_placed_names_what_is_missing(embedded_model: Pat
         (ClusterConfig(model="/nowhere"), "/nowhere"),
         (ClusterConfig(max_model_len=10**6), "max_model_len"),
         (ClusterConfig(address="127.0.0.1:9", port=0), "127.0.0.1:9"),
+        pytest.param(
+            ClusterConfig(device="cuda"),
+            "no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_what_no_group_can_load_is_said_before_ray_starts(embedded_model: Path, config: ClusterConfig, words: str):

@@ -7,6 +7,7 @@ import time
 import httpx
 import pytest
 
+from tests.deploy.test_grafana import dashboard_metrics
 from tests.system.conftest import Server
 from tests.system.requests import PROMPT, QUESTION, choices, complete, stream, streamed_choices
 
@@ -187,6 +188,10 @@ def test_c5_two_hundred_families_cancelled_at_random_leave_nothing(server: Serve
     asyncio.run(storm())
     server.wait_until_idle(5)
     assert len(complete(server.url, n=4)["choices"]) == 4
+
+
+def test_the_dashboard_asks_only_for_what_the_server_exports(server: Server):
+    assert dashboard_metrics() <= server.metrics().keys()
 
 
 def test_a_finished_stream_leaves_nothing(server: Server):
