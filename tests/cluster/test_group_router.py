@@ -1,4 +1,4 @@
-"""The request router obeys the first argument, and lets others work while the replica it names is not there."""
+"""The request router obeys the first argument, and lets others work while no replica takes the call."""
 
 import asyncio
 from types import SimpleNamespace
@@ -26,17 +26,25 @@ def pending(name: str) -> Any:
     return PendingRequest(args=[name], kwargs={}, metadata=SimpleNamespace(multiplexed_model_id=""))
 
 
-def test_the_replica_named_is_chosen(router: PinnedRequestRouter):
+def names(replicas: list[Any]) -> list[str]:
+    return [replica.replica_id.unique_id for replica in replicas]
+
+
+@pytest.mark.parametrize(("wanted", "chosen"), [("b", ["b"]), ("gone", ["a", "b"])])
+def test_the_replica_named_is_chosen_and_any_other_when_it_is_gone(
+    router: PinnedRequestRouter, wanted: str, chosen: list[str]
+):
     async def run() -> list[str]:
-        chosen = await anext(router._choose_replicas_with_backoff(pending("b")))
-        return [replica.replica_id.unique_id for replica in chosen]
+        return names(await anext(router._choose_replicas_with_backoff(pending(wanted))))
 
-    assert asyncio.run(run()) == ["b"]
+    assert asyncio.run(run()) == chosen
 
 
-def test_waiting_for_a_replica_that_is_gone_lets_others_run(router: PinnedRequestRouter):
+def test_asking_again_and_again_lets_others_run(router: PinnedRequestRouter):
     async def run() -> None:
-        waiting = asyncio.ensure_future(anext(router._choose_replicas_with_backoff(pending("gone"))))
+        choices = router._choose_replicas_with_backoff(pending("b"))
+        assert [names(await anext(choices)) for _ in range(2)] == [["b"]] * 2
+        waiting = asyncio.ensure_future(anext(choices))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not waiting.done()
