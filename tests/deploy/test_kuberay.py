@@ -147,6 +147,11 @@ def test_pods_run_without_root_from_a_fixed_image_and_may_drain(path: Path):
         assert pod["terminationGracePeriodSeconds"] > ClusterConfig().drain_timeout_s
         assert all(re.fullmatch(r"choral:\d+\.\d+\.\d+-(cpu|cuda)", c["image"]) for c in pod["containers"])
     assert cluster["authOptions"] == {"mode": "token"}
+    (workers,) = cluster["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+    ray_drains_s = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert ClusterConfig().drain_timeout_s < ray_drains_s < pod["terminationGracePeriodSeconds"]
 
 
 def test_a_job_runs_the_batch_command_on_the_cluster_it_is_in():
