@@ -33,7 +33,7 @@ serve: install ## serve the embedded model on port 8000
 	$(BIN)/choral serve
 
 bench: install ## speed of a server started for it, and the engine's step over its floor; BENCH="..." adds options
-	$(BIN)/choral bench --serve --floor $(BENCH)
+	$(BIN)/choral bench --serve --floor --charts docs/performance $(BENCH)
 
 test: install ## all tests but the slow ones and those for a GPU
 	$(BIN)/python -m pytest -m "not gpu and not slow"

@@ -16,6 +16,7 @@ HELP = {
     "groups_alive": "groups that answered",
     "kv_blocks_used": "KV blocks held by a block table",
     "kv_blocks_total": "KV blocks there are",
+    "kv_bytes_used": "memory of those KV blocks, over all ranks",
     "prompt_tokens_asked_total": "prompt tokens of families, once per family",
     "prompt_tokens_computed_total": "prompt tokens run through the model",
     "prompt_tokens_cached_total": "prompt tokens found in the prefix cache",

@@ -21,7 +21,7 @@ from cluster.outbox import ActorSink
 from workers.checkpoint import resolve
 from workers.config import EngineConfig
 from workers.engine import Engine
-from workers.model_runner import ModelRunner, resolve_backend, set_threads
+from workers.model_runner import ModelRunner, fingerprint, resolve_backend, set_threads
 from workers.outputs import ChildRef, FamilyRequest
 from workers.plan_channel import PlanChannel
 from workers.step_input import StepInput
@@ -66,7 +66,13 @@ class WorkerGroup:
         ray.get(self._ready)
         engine = Engine(config, self._runner, self._run)
         exact = self._runner.exact
-        self._about = {"max_model_len": engine.max_model_len, "vocab_size": engine.vocab_size, "exact": exact}
+        self._about = {
+            "max_model_len": engine.max_model_len,
+            "vocab_size": engine.vocab_size,
+            "exact": exact,
+            "max_running": config.max_running,
+            "fingerprint": fingerprint(config),
+        }
         if self._runner.device.type == "cpu" and not exact:
             log.warning("linear layers depend on their batch on this processor: children are not exact")
         return engine

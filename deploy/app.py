@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from cluster.placement import PlacementError, wait_for_room
 from deploy.application import application, check_model, cluster_device
 from deploy.serve_config import APP
 from kernels import ops
-from workers.checkpoint import resolve, tokenizer_folder
+from workers.checkpoint import cache_folder, resolve, tokenizer_folder
 from workers.model_runner import resolve_device
 
 DEPLOY_TIMEOUT_S = 600.0
@@ -67,7 +68,7 @@ class RunningCluster:
 
     def wait(self) -> None:
         """Return when the application has died; a signal leaves by exception."""
-        while _status() is ApplicationStatus.RUNNING:
+        while app_status() is ApplicationStatus.RUNNING:
             time.sleep(5.0)
 
     def drain(self) -> None:
@@ -103,6 +104,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
         tokenizer_folder(folder)
         device = _local_device(config)
         check_model(config, folder, device)
+        config = config.model_copy(update={"files_dir": _files_folder(config)})
         port = _bindable(config.host, config.port)
         _reach(config.address)
     except (ValueError, OSError, RuntimeError) as error:
@@ -153,6 +155,13 @@ def _interrupts_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _files_folder(config: ClusterConfig) -> str:
+    """Where files and batches are kept, made here so that a wrong place is found before anything starts."""
+    folder = Path(config.files_dir).expanduser().absolute() if config.files_dir else cache_folder() / "files"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return str(folder)
+
+
 def _bindable(host: str, port: int) -> int:
     """`port`, or a free one for 0. Raises OSError naming the address if it is taken."""
     with socket.socket() as probe:
@@ -173,6 +182,12 @@ def _reach(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
         raise OSError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
+
+
+def connect(config: ClusterConfig, say: Say) -> None:
+    """Join the Ray at `config.address`, starting nothing. Raises OSError naming the address, or StartError."""
+    _reach(config.address)
+    _start_ray(config, config.device, say)
 
 
 def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
@@ -208,7 +223,7 @@ def _deploy(config: ClusterConfig, port: int, device: str) -> None:
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
-def _status() -> ApplicationStatus | None:
+def app_status() -> ApplicationStatus | None:
     app = serve.status().applications.get(APP)
     return app.status if app else None
 
@@ -217,7 +232,7 @@ def _wait_until_running(say: Say) -> None:
     """Raises StartError with Serve's message when the deployment fails, or when it takes too long."""
     say("loading the model")
     deadline = time.monotonic() + DEPLOY_TIMEOUT_S
-    while (status := _status()) is not ApplicationStatus.RUNNING:
+    while (status := app_status()) is not ApplicationStatus.RUNNING:
         if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             raise StartError(_failure())
         if time.monotonic() > deadline:

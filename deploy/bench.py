@@ -48,6 +48,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     _add_run_options(parser.add_argument_group("run"))
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write everything measured there; - for stdout, and no table")
+    output.add_argument("--charts", metavar="DIR", help="with --serve: draw there what sharing a prompt saves, as PNG")
     output.add_argument("--floor", action="store_true", help="with --serve: the engine's step time over its floor")
     add_cluster_options(parser.add_argument_group("server started here", "As for `choral serve`, but on a free port."))
 
@@ -89,6 +90,8 @@ def run_bench(args: argparse.Namespace) -> int:
         results = _measure(workload, servers, args.timeout)
     floor = _floor(args) if args.floor else []
     _report(args, workload, servers, results, floor)
+    if args.charts is not None:
+        _draw_charts(args)
     if errors := [error for result in results for error in result.errors]:
         raise BenchError(f"failed requests: {len(errors)}; the first: {errors[0]}")
     return 0
@@ -128,7 +131,8 @@ def _check_servers(args: argparse.Namespace) -> None:
     if args.model2 is not None and args.compare is None:
         raise OptionError("--model2 is the name at --compare, which is missing")
     if not args.serve:
-        refuse_server_options(args, *(["--floor"] if args.floor else []))
+        own = (("--floor", args.floor), ("--charts", args.charts is not None))
+        refuse_server_options(args, *(name for name, is_given in own if is_given))
 
 
 @contextlib.contextmanager
@@ -194,6 +198,22 @@ def _floor(args: argparse.Namespace) -> "list[StepTime]":
         return measure_floor(resolve(cluster_config(args).model))
     except FloorError as error:
         raise CommandError(f"the step could not be measured: {error}") from error
+
+
+def _draw_charts(args: argparse.Namespace) -> None:
+    """What sharing a prompt saves, for the model that was served. Raises CommandError."""
+    from deploy.bench_charts import draw_sharing
+    from deploy.bench_floor import FloorError
+    from deploy.bench_sharing import measure_sharing
+    from workers.checkpoint import resolve
+
+    say("measuring decoding steps with the prompt shared and without")
+    try:
+        points = measure_sharing(resolve(cluster_config(args).model))
+        for path in draw_sharing(points, Path(args.charts)):
+            print(f"chart: {path}")
+    except (FloorError, OSError) as error:
+        raise CommandError(f"no charts: {error}") from error
 
 
 def _report(

@@ -1,8 +1,8 @@
 """The `choral` command: parses, hands over to a command, and turns errors into a line and an exit code.
 
-0 done; 1 the cluster or the server failed; 2 a bad option or configuration file; 130 interrupted; 141 nobody
-reads the output any more. Imports nothing heavy before a command needs it, so that `choral --help` is
-quick.
+0 done; 1 the cluster or the server failed; 2 a bad option or configuration file; 3 some rows of a batch failed;
+130 interrupted; 141 nobody reads the output any more. Imports nothing heavy before a command needs it, so that
+`choral --help` is quick.
 """
 
 import argparse
@@ -13,10 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from deploy.batch import add_batch_options, run_batch
 from deploy.bench import add_bench_options, run_bench
 from deploy.errors import CommandError
 from deploy.options import add_cluster_options
 from deploy.sample import add_sample_options, run_sample
+from deploy.score import add_score_options, run_score
 from deploy.serve import interrupt_on_sigterm, run_serve
 from deploy.serve_config import run_config
 
@@ -28,6 +30,7 @@ examples:
   choral sample "Name a colour." -n 8       start a server, ask it, stop it
   choral serve --groups 2 --tp 2            two groups of two ranks, on port 8000
   choral sample "Name a colour." -n 8 --url http://127.0.0.1:8000
+  choral batch questions.jsonl --output samples -n 64
   choral bench --serve                      measure a server started for it
 
 `choral COMMAND --help` lists the options of a command.
@@ -37,6 +40,7 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `choral` script; returns the exit code."""
     args = make_parser().parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     interrupt_on_sigterm()
     try:
         code = int(args.run(args))
@@ -74,6 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_cluster_options(command("serve", "Start a cluster and serve its HTTP API until Ctrl-C", run_serve))
     add_cluster_options(command("config", "Print a Serve config file, for `serve deploy` and KubeRay", run_config))
     add_sample_options(command("sample", "Ask one question and watch its samples grow", run_sample))
+    add_batch_options(command("batch", "Sample a data set, and resume where the last run ended", run_batch))
+    add_score_options(command("score", "Grade the samples of a batch: pass@k, maj@k and their curves", run_score))
     add_bench_options(command("bench", "Measure a server, or two in turns, with a clock for every child", run_bench))
     command("version", "Print the version", run_version)
     return parser

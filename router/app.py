@@ -4,17 +4,26 @@
 in `router.completions` and `router.chat`, failures in `router.errors`.
 """
 
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from router import chat, completions
+from router.batch_executor import BatchExecutor, Timing
+from router.batch_store import BatchStore
+from router.batches import batch_routes
 from router.engine import Engine, ModelInfo
-from router.errors import ApiError, ErrorBody, Fault, install_handlers
+from router.errors import ERROR_RESPONSES, ApiError, Fault, install_handlers
+from router.file_store import FileStore
+from router.files import file_routes
 from router.limits import RouterLimits
-from router.middleware import REQUEST_ID, BodyLimit, RequestId
+from router.middleware import REQUEST_ID, BodyLimit, RequestId, json_only
 from router.plan import check_model, check_token_ids
 from router.protocol import (
     ChatCompletionRequest,
@@ -25,9 +34,8 @@ from router.protocol import (
 )
 from router.serving import Serving
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 404, 413, 429, 500, 503, "default")
-}
+FORM_BYTES = 64 * 1024
+"""What an upload may have around its file."""
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
@@ -38,23 +46,13 @@ def _version() -> str:
         return "unknown"
 
 
-def _json_only(request: Request) -> None:
-    """Refuse a body that does not say it is JSON, before it is looked at."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise ApiError(Fault.INVALID, "the content type must be application/json")
-
-
 def _public_id(request: Request, body: GenerationRequest) -> str:
-    """The client's own request id, from its header or else the body, or the one drawn for it."""
+    """What names the reply: the body's request_id, else the client's X-Request-Id, else the id drawn for it."""
     header = request.headers.get("x-request-id")
-    given, param = (header, "X-Request-Id") if header is not None else (body.request_id, "request_id")
-    if given is not None:
-        if not REQUEST_ID.fullmatch(given):
-            raise ApiError(Fault.INVALID, f"{param} must be 1 to 128 visible ASCII characters", param)
-        request.state.request_id = given
-    public_id: str = request.state.request_id
-    return public_id
+    given, param = (body.request_id, "request_id") if body.request_id is not None else (header, "X-Request-Id")
+    if given is not None and not REQUEST_ID.fullmatch(given):
+        raise ApiError(Fault.INVALID, f"{param} must be 1 to 128 visible ASCII characters", param)
+    return given or str(request.state.request_id)
 
 
 def _model_entry(model: ModelInfo) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def _model_entry(model: ModelInfo) -> dict[str, Any]:
 
 
 def _generation_routes(serving: Serving) -> APIRouter:
-    routes = APIRouter(responses=_ERRORS | _STREAMED, dependencies=[Depends(_json_only)])
+    routes = APIRouter(responses=ERROR_RESPONSES | _STREAMED, dependencies=[Depends(json_only)])
 
     @routes.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -85,7 +83,7 @@ def _generation_routes(serving: Serving) -> APIRouter:
 
 
 def _token_routes(serving: Serving) -> APIRouter:
-    routes = APIRouter(responses=_ERRORS, dependencies=[Depends(_json_only)])
+    routes = APIRouter(responses=ERROR_RESPONSES, dependencies=[Depends(json_only)])
     model, tokenizer = serving.engine.model, serving.tokenizer
 
     @routes.post("/tokenize")
@@ -108,7 +106,7 @@ def _token_routes(serving: Serving) -> APIRouter:
 
 
 def _model_routes(engine: Engine) -> APIRouter:
-    routes = APIRouter(responses=_ERRORS)
+    routes = APIRouter(responses=ERROR_RESPONSES)
 
     @routes.get("/v1/models")
     async def list_models() -> JSONResponse:
@@ -122,7 +120,7 @@ def _model_routes(engine: Engine) -> APIRouter:
     return routes
 
 
-def _operator_routes(serving: Serving) -> APIRouter:
+def _operator_routes(serving: Serving, pages: Sequence[Callable[[], str]]) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/health", response_class=Response, responses={503: {"description": "No group of workers can serve"}})
@@ -131,7 +129,7 @@ def _operator_routes(serving: Serving) -> APIRouter:
 
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
-        text = await serving.engine.metrics() + serving.admission.metrics()
+        text = await serving.engine.metrics() + "".join(page() for page in pages)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     @routes.get("/version")
@@ -141,14 +139,47 @@ def _operator_routes(serving: Serving) -> APIRouter:
     return routes
 
 
-def create_app(engine: Engine, limits: RouterLimits) -> FastAPI:
-    """The application in front of `engine`. Raises ValueError when the model folder lacks a tokenizer."""
+def _add_batches(app: FastAPI, serving: Serving, folder: Path, now: Callable[[], float], timing: Timing) -> None:
+    """Routes of files and batches, and in `app.state.batches` what runs them as long as the app lives."""
+    files = FileStore(folder / "files", serving.limits.max_file_bytes, now)
+    batches = BatchStore(folder / "batches", now)
+    executor = BatchExecutor(serving, files, batches, now=now, timing=timing)
+    app.include_router(file_routes(files, batches.uses))
+    app.include_router(batch_routes(serving.engine.model, files, batches, executor.wake, now))
+    app.state.batches = executor
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        executor.start()
+        yield
+        await executor.stop()
+
+    app.router.lifespan_context = running
+
+
+def create_app(
+    engine: Engine,
+    limits: RouterLimits,
+    folder: Path | None = None,
+    *,
+    now: Callable[[], float] = time.time,
+    timing: Timing | None = None,
+) -> FastAPI:
+    """The application in front of `engine`. Files and batches are kept under `folder`; without one there are none.
+
+    Raises ValueError when the model folder lacks a tokenizer, OSError when `folder` cannot be written to.
+    """
     serving = Serving.load(engine, limits)
     app = FastAPI(title="Choral", version=_version(), docs_url=None, redoc_url=None, redirect_slashes=False)
     install_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
+    larger = {"/v1/files": limits.max_file_bytes + FORM_BYTES}
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, larger=larger)
     app.add_middleware(RequestId)
     for routes in (_generation_routes(serving), _token_routes(serving), _model_routes(engine)):
         app.include_router(routes)
-    app.include_router(_operator_routes(serving))
+    extra_metrics = [serving.admission.metrics]
+    if folder is not None:
+        _add_batches(app, serving, folder, now, timing or Timing())
+        extra_metrics.append(app.state.batches.metrics)
+    app.include_router(_operator_routes(serving, extra_metrics))
     return app

@@ -18,13 +18,22 @@ from router.streaming import ChunkWriter, compact, quoted, reply_body
 
 def respond(serving: Serving, request: ChatCompletionRequest, request_id: str) -> Response:
     """The response to a checked body. Raises ApiError for what the model or the limits do not allow."""
-    check_limits(request, 1, serving.engine.model, serving.limits)
+    check(serving, request)
 
     async def plan() -> Plan:
-        return await _plan(serving, request, f"chatcmpl-{request_id}")
+        return await make(serving, request, f"chatcmpl-{request_id}")
 
-    top = (request.top_logprobs or 0) if request.logprobs else 0
-    return serving.respond(request.choices_per_prompt, bool(request.stream), plan, ChatFormat(top))
+    return serving.respond(request.choices_per_prompt, bool(request.stream), plan, reply_format(request))
+
+
+def check(serving: Serving, request: ChatCompletionRequest) -> None:
+    """What can be said before anything is spent. Raises ApiError."""
+    check_limits(request, 1, serving.engine.model, serving.limits)
+
+
+def reply_format(request: ChatCompletionRequest) -> "ChatFormat":
+    """How replies to this request are written."""
+    return ChatFormat((request.top_logprobs or 0) if request.logprobs else 0)
 
 
 def _budget(request: ChatCompletionRequest) -> TokenBudget:
@@ -33,7 +42,8 @@ def _budget(request: ChatCompletionRequest) -> TokenBudget:
     return TokenBudget("max_tokens", request.max_tokens, None)
 
 
-async def _plan(serving: Serving, request: ChatCompletionRequest, reply_id: str) -> Plan:
+async def make(serving: Serving, request: ChatCompletionRequest, reply_id: str) -> Plan:
+    """The plan of a request within the limits. Raises ApiError."""
     model, budget = serving.engine.model, _budget(request)
     text = serving.tokenizer.chat_text(request)
     (whole,) = await serving.tokenizer.encode([text], bool(request.add_special_tokens))

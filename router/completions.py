@@ -21,19 +21,25 @@ DEFAULT_MAX_TOKENS = 16
 
 def respond(serving: Serving, request: CompletionRequest, request_id: str) -> Response:
     """The response to a checked body. Raises ApiError for what the model or the limits do not allow."""
+    check(serving, request)
+
+    async def plan() -> Plan:
+        return await make(serving, request, f"cmpl-{request_id}")
+
+    children = len(request.prompts) * request.choices_per_prompt
+    return serving.respond(children, bool(request.stream), plan, CompletionFormat())
+
+
+def check(serving: Serving, request: CompletionRequest) -> None:
+    """What can be said before anything is spent. Raises ApiError."""
     prompts = request.prompts
     check_limits(request, len(prompts), serving.engine.model, serving.limits)
     if not prompts or not all(prompts):
         raise ApiError(Fault.INVALID, "prompt is empty", "prompt")
 
-    async def plan() -> Plan:
-        return await _plan(serving, request, f"cmpl-{request_id}")
 
-    children = len(prompts) * request.choices_per_prompt
-    return serving.respond(children, bool(request.stream), plan, CompletionFormat())
-
-
-async def _plan(serving: Serving, request: CompletionRequest, reply_id: str) -> Plan:
+async def make(serving: Serving, request: CompletionRequest, reply_id: str) -> Plan:
+    """The plan of a request that passed `check`. Raises ApiError."""
     model = serving.engine.model
     budget = TokenBudget("max_tokens", request.max_tokens, DEFAULT_MAX_TOKENS)
     whole = await _token_ids(serving, request)

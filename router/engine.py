@@ -33,6 +33,8 @@ class ModelInfo:
     """Whether contract C2 (bit-exact children) holds on this device."""
     created: int
     """Unix seconds."""
+    fingerprint: str = ""
+    """Identifies what fixes the bits beside the request: weights, tokenizer, data type, device, block size."""
 
 
 class Engine(Protocol):
@@ -41,10 +43,11 @@ class Engine(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
-    def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
+    def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
         """Deltas as they come; ends after the update that carries the usage.
 
-        Raises NoHealthyGroupError on the first step; GenerationError at any.
+        With `whole` each choice comes in one piece, when it has finished. Raises NoHealthyGroupError on the first
+        step; GenerationError at any.
         """
         ...
 

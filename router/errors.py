@@ -45,6 +45,7 @@ class Fault(Enum):
     MODEL_NOT_FOUND = Answer(404, "invalid_request_error", "model_not_found", {})
     NOT_FOUND = Answer(404, "invalid_request_error", "not_found", {})
     METHOD_NOT_ALLOWED = Answer(405, "invalid_request_error", "method_not_allowed", {})
+    CONFLICT = Answer(409, "invalid_request_error", "conflict", _NO_RETRY)
     BODY_TOO_LARGE = Answer(413, "invalid_request_error", "body_too_large", {})
     BUSY = Answer(429, "rate_limit_error", "rate_limit_exceeded", _RETRY_AFTER)
     INTERNAL = Answer(500, "server_error", "internal_error", _NO_RETRY)
@@ -74,6 +75,13 @@ class ErrorBody(BaseModel):
     """The body of every reply that is not a success."""
 
     error: ErrorFields
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody} for status in (400, 404, 413, 429, 500, 503, "default")
+}
+"""For the description of every route under /v1."""
+CONFLICT_RESPONSES = ERROR_RESPONSES | {409: {"model": ErrorBody}}
 
 
 class ApiError(Exception):

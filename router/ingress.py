@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,8 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from aggregation.actor import AggregatorActor
 from cluster.config import ClusterConfig
 from router.app import create_app
+from router.batch_executor import BatchExecutor
 from router.engine import ModelInfo
 from router.limits import RouterLimits
+from router.middleware import ProxyNamesRequests
 from router.ray_engine import RayEngine, answers
 from workers.checkpoint import resolve, tokenizer_folder
 
@@ -45,16 +48,22 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, groups: Any, generation: str
     ) -> None:
+        self._config = config
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
-        self._limits = RouterLimits(max_n=config.max_n, max_children=config.max_children)
-        self._aggregator = _make_aggregator(tokenizer)
+        self._aggregator = make_aggregator(tokenizer)
         await self._aggregator.ping.remote()
         model = await _await_model(groups, config.served_name or folder.name, tokenizer, generation)
         self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex(), generation)
 
+    async def about(self) -> ModelInfo:
+        """What is served; a job on the same cluster asks."""
+        return self._engine.model
+
     async def drain(self) -> None:
-        """See `RayEngine.drain`."""
+        """Batches stop where they are, to go on after the next start; then see `RayEngine.drain`."""
+        if self._batches is not None:
+            await self._batches.stop()
         await self._engine.drain()
 
     async def cancel_all(self) -> None:
@@ -63,20 +72,38 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Any:
         engine = self._engine
-        app = create_app(engine, self._limits)
+        app = create_app(engine, _limits(self._config), _folder(self._config))
+        self._batches: BatchExecutor | None = getattr(app.state, "batches", None)
+        serving = app.router.lifespan_context
 
         @asynccontextmanager
-        async def watching(_: FastAPI) -> AsyncIterator[None]:
+        async def watching(app: FastAPI) -> AsyncIterator[None]:
             await engine.refresh()
             task = asyncio.create_task(engine.watch())
-            yield
+            async with serving(app):
+                yield
             task.cancel()
 
         app.router.lifespan_context = watching
-        return app
+        return ProxyNamesRequests(app)
 
 
-def _make_aggregator(folder: str) -> Any:
+def _limits(config: ClusterConfig) -> RouterLimits:
+    running = config.groups * config.max_running
+    return RouterLimits(
+        max_n=config.max_n,
+        max_children=config.max_children,
+        running_children=running,
+        batch_children=config.batch_children or max(running // 2, 1),
+    )
+
+
+def _folder(config: ClusterConfig) -> Path | None:
+    return Path(config.files_dir) if config.files_dir else None
+
+
+def make_aggregator(folder: str) -> Any:
+    """An aggregation actor on this node that ends with its maker."""
     node = ray.get_runtime_context().get_node_id()
     return AggregatorActor.options(  # type: ignore[attr-defined]
         num_cpus=0,
@@ -97,4 +124,5 @@ async def _await_model(groups: Any, name: str, folder: str, generation: str) -> 
         vocab_size=about["vocab_size"],
         exact=about["exact"],
         created=int(time.time()),
+        fingerprint=about["fingerprint"],
     )

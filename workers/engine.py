@@ -47,7 +47,8 @@ class Engine:
         self._eos_ids = frozenset(runner.model_config.eos_token_ids)
         self._run = run or runner.execute
         self._block_size = config.block_size
-        self._sampler = Sampler(self._eos_ids, runner.device)
+        self._block_bytes = runner.block_bytes
+        self._sampler = Sampler(self._eos_ids)
         self.blocks = BlockManager(runner.kv.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(self.blocks, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
 
@@ -149,6 +150,7 @@ class Engine:
             "families_alive": len(self.scheduler.families),
             "kv_blocks_used": self.blocks.num_used,
             "kv_blocks_total": self.blocks.num_blocks,
+            "kv_bytes_used": self.blocks.num_used * self._block_bytes,
             **{f"{name}_total": count for name, count in asdict(self.scheduler.counters).items()},
         }
 

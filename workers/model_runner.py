@@ -4,14 +4,21 @@
 the others in `workers.rank_loop`.
 """
 
+import hashlib
 import logging
 import os
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.implementation import triton_kernels
+from kernels.transfer import sent
+from workers.checkpoint import weights_digest
 from workers.config import EngineConfig
+from workers.cuda_graphs import Bucket, DecodeGraphs
 from workers.loader import load_model, resolve_dtype
 from workers.model_config import ModelConfig
 from workers.step_input import StepInput
@@ -20,10 +27,23 @@ from workers.tensor_parallel import Communicator
 log = logging.getLogger(__name__)
 
 
+def fingerprint(config: EngineConfig) -> str:
+    """Identifies all that fixes a child's bits beside its request: the model, and how and by what it is computed.
+
+    A group that does not shard exactly has bits of its own at every size.
+    """
+    device = resolve_device(config.device)
+    tp = 0 if config.shards_exactly(device.type) else config.tp
+    how = (version("choral"), str(resolve_dtype(config.dtype, device)), device.type, config.block_size, tp)
+    return hashlib.sha256(repr((weights_digest(Path(config.model_folder)), how)).encode()).hexdigest()[:16]
+
+
 class ModelRunner:
     """Loads this rank's shard and allocates its KV blocks. Raises ValueError naming the option that does not fit."""
 
     def __init__(self, config: EngineConfig, comm: Communicator) -> None:
+        self.share_prefix = True
+        """Off: siblings read their common blocks one by one. For measurements; it changes no bit."""
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.model_config = ModelConfig.from_folder(config.model_folder)
@@ -37,10 +57,7 @@ class ModelRunner:
         )
         num_blocks = self._num_blocks(config)
         self.max_model_len = _fitting_len(config, self.model.max_len, num_blocks)
-        self.kv = ops.KVCache.allocate(
-            self.model_config.num_layers, num_blocks, self.model.local_kv_heads, self.model_config.head_dim,
-            config.block_size, self.dtype, self.device,
-        )  # fmt: skip
+        self.allocate(num_blocks, config.block_size)
         log.info(
             "%s; %s, %d KV blocks of %d",
             ops.implementation(self.device),
@@ -48,6 +65,22 @@ class ModelRunner:
             num_blocks,
             config.block_size,
         )
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """A new, empty KV cache; for a rank alone on a GPU with Triton also new CUDA graphs, which hold its address."""
+        config = self.model_config
+        self.kv = ops.KVCache.allocate(
+            config.num_layers,
+            num_blocks,
+            self.model.local_kv_heads,
+            config.head_dim,
+            block_size,
+            self.dtype,
+            self.device,
+        )
+        alone = self.model.comm.size == 1
+        graphs = alone and triton_kernels(self.device) is not None
+        self.graphs = DecodeGraphs(self._logits, self.device) if graphs else None
 
     @property
     def exact(self) -> bool:
@@ -58,21 +91,30 @@ class ModelRunner:
         linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.model.head.local)
         return all(ops.check_row_invariance(linear, sizes=(2, 7, 33)) for linear in linears)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block, over all ranks of the group."""
+        return self._bytes_per_block(self.model_config.num_kv_heads, self.kv.block_size)
+
+    def _bytes_per_block(self, kv_heads: int, block_size: int) -> int:
+        model = self.model_config
+        return ops.KVCache.bytes_per_block(model.num_layers, kv_heads, model.head_dim, block_size, self.dtype)
+
     def _num_blocks(self, config: EngineConfig) -> int:
         """Equal on every rank: counted for the rank with the most heads, so one scheduler fits all."""
         if config.kv_blocks is not None:
             return config.kv_blocks
-        model = self.model_config
-        heads = -(-model.num_kv_heads // config.tp)
-        size = ops.KVCache.bytes_per_block(model.num_layers, heads, model.head_dim, config.block_size, self.dtype)
+        size = self._bytes_per_block(-(-self.model_config.num_kv_heads // config.tp), config.block_size)
         return max(2, int(config.kv_memory_gib * 2**30) // size)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Tensor | None:
         """Copy blocks, run the model on [T] tokens, return logits [M, V] of the rows that draw (None if M is 0)."""
-        step = self._to_device(step)
         if step.copies.shape[0]:
             self.kv.copy_blocks(step.copies)
+        bucket = Bucket.of(step, self.kv.block_size) if self.graphs is not None else None
+        if self.graphs is not None and bucket is not None:
+            return self.graphs.run(bucket, step)
         batch = ops.AttentionBatch.build(
             step.query_starts.int(),
             step.context_lens.int(),
@@ -80,12 +122,16 @@ class ModelRunner:
             step.positions,
             step.slots,
             self.kv,
+            share_prefix=self.share_prefix,
         )
-        hidden = self.model.forward(step.token_ids, batch, self.kv)
-        return self.model.logits(hidden[step.logit_rows]) if step.logit_rows.numel() else None
+        hidden = self.model.forward(sent(step.token_ids, self.device), batch, self.kv)
+        if not step.logit_rows.numel():
+            return None
+        return self.model.logits(hidden[sent(step.logit_rows, self.device)])
 
-    def _to_device(self, step: StepInput) -> StepInput:
-        return step if self.device.type == "cpu" else StepInput.unpack(step.pack().to(self.device))
+    def _logits(self, token_ids: Tensor, batch: ops.AttentionBatch) -> Tensor:
+        """Logits of every row of a batch."""
+        return self.model.logits(self.model.forward(token_ids, batch, self.kv))
 
 
 def resolve_device(device: str) -> torch.device:

@@ -39,8 +39,8 @@ def test_every_field_can_be_set_and_keeps_its_type(parser):
         "address": "auto", "dashboard": False, "device": "cpu", "dtype": "float32", "max_model_len": 64,
         "max_running": 5,
         "max_step_tokens": 7, "kv_memory_gib": 0.5, "kv_blocks": 9, "block_size": 64, "prefix_cache": False,
-        "exact_tp": True, "push_interval_s": 0.5, "max_n": 6, "max_children": 8, "threads": 1, "start_timeout_s": 3.5,
-        "drain_timeout_s": 4.5, "collective_timeout_s": 2.5,
+        "exact_tp": True, "push_interval_s": 0.5, "max_n": 6, "max_children": 8, "batch_children": 3, "files_dir": "f",
+        "threads": 1, "start_timeout_s": 3.5, "drain_timeout_s": 4.5, "collective_timeout_s": 2.5,
     }  # fmt: skip
     assert words.keys() == ClusterConfig.model_fields.keys()
     line = []

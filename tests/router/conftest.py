@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import uvicorn
@@ -14,6 +15,9 @@ from starlette.testclient import TestClient
 from router.app import create_app
 from router.limits import RouterLimits
 from tests.router.toy_engine import ToyEngine, write_model_folder
+
+if TYPE_CHECKING:
+    from tests.router.batch_site import Site
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +79,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.005)
+
+
+@pytest.fixture
+def site(tmp_path: Path, engine: ToyEngine) -> "Site":
+    """Files and batches of one test."""
+    from tests.router.batch_site import Site
+
+    return Site(tmp_path / "files", engine)

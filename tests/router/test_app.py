@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from router.middleware import ProxyNamesRequests
 from tests.router.toy_engine import ToyEngine
 from tests.router.wire import assert_official
 
@@ -113,17 +114,28 @@ def test_lone_surrogates_are_bad_requests(client: TestClient) -> None:
 
 
 def test_the_request_id_of_the_client_is_used_and_returned(client: TestClient, engine: ToyEngine) -> None:
-    by_header = client.post("/v1/completions", json={**BODY, "request_id": "b"}, headers={"x-request-id": "a"})
-    by_body = client.post("/v1/completions", json={**BODY, "request_id": "b"})
+    by_header = client.post("/v1/completions", json=BODY, headers={"x-request-id": "a"})
+    by_body = client.post("/v1/completions", json={**BODY, "request_id": "b"}, headers={"x-request-id": "a"})
     drawn = client.post("/v1/completions", json=BODY)
-    for response, request_id in ((by_header, "a"), (by_body, "b"), (drawn, drawn.headers["x-request-id"])):
-        assert response.headers["x-request-id"] == request_id
-        assert response.json()["id"] == f"cmpl-{request_id}"
+    for response, named, header in ((by_header, "a", "a"), (by_body, "b", "a")):
+        assert response.json()["id"] == f"cmpl-{named}"
+        assert response.headers.get_list("x-request-id") == [header]
+    assert drawn.json()["id"] == f"cmpl-{drawn.headers['x-request-id']}"
     chat = {"messages": [{"role": "user", "content": "x"}], "request_id": "c"}
     assert client.post("/v1/chat/completions", json=chat).json()["id"] == "chatcmpl-c"
-    assert client.get("/nowhere", headers={"x-request-id": "a"}).headers["x-request-id"] == "a"
-    bad = client.post("/v1/completions", json=BODY, headers={"x-request-id": "two words"})
-    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "X-Request-Id")
+    assert client.get("/nowhere", headers={"x-request-id": "a"}).headers.get_list("x-request-id") == ["a"]
+    for bad, param in (({"headers": {"x-request-id": "two words"}}, "X-Request-Id"), ({}, "request_id")):
+        body = BODY if bad else {**BODY, "request_id": "two words"}
+        response = client.post("/v1/completions", json=body, **bad)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_behind_a_proxy_that_names_requests_the_app_adds_no_second_name(app: FastAPI, engine: ToyEngine) -> None:
+    client = TestClient(ProxyNamesRequests(app), raise_server_exceptions=False)
+    engine.start_error = RuntimeError("a bug")
+    for path, status in (("/v1/completions", 500), ("/nowhere", 404)):
+        response = client.post(path, json=BODY)
+        assert (response.status_code, "x-request-id" in response.headers) == (status, False)
 
 
 def test_one_public_id_twice_is_two_parents(client: TestClient, engine: ToyEngine) -> None:

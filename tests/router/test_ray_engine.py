@@ -1,164 +1,109 @@
-"""Groups that leave or die under the router's engine: refused families move, silence alone loses nothing."""
+"""The engine over Ray with handles that fail: a group lost on the way is a 503, and everything is given back."""
 
 import asyncio
-from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from aggregation.parent_request import ParentRequest
-from cluster.dispatcher import MISSED_ROUNDS
 from router.engine import NoHealthyGroupError
 from router.ray_engine import RayEngine
+from tests.router.toy_engine import ToyEngine
+from workers.outputs import ChildRef
 from workers.sampling_params import SamplingParams
 
-PARENT = ParentRequest(
-    parent_id="p", prompts=((1, 2), (3, 4, 5)), samples=(0, 1), params=SamplingParams(max_tokens=4, seed=0)
-)
+
+class Handle:
+    """`handle.method.remote(...)` notes the call and answers what `answers` has, or raises or awaits it."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        handle = self
+
+        class Method:
+            async def remote(self, *args: Any, **kwargs: Any) -> Any:
+                handle.calls.append((name, args))
+                answer = handle.answers.get(name)
+                if isinstance(answer, Exception):
+                    raise answer
+                return await answer() if callable(answer) else answer
+
+        return Method()
+
+    def broadcast(self, name: str) -> Any:
+        actor = Handle(__ray_ready__=RayActorError())
+        answers = [{"group": group, "generation": "g", "actor": actor} for group in self.answers["alive"]]
+
+        class Broadcast:
+            async def results_async(self, **_: Any) -> list[Any]:
+                return answers
+
+        return Broadcast()
 
 
-def remote(function: Callable[..., Any]) -> Any:
-    """Something with a `remote`, as Ray's handles have it."""
-
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return SimpleNamespace(remote=call)
+def parent(prompts: int = 1) -> ParentRequest:
+    params = SamplingParams(max_tokens=4, seed=1)
+    return ParentRequest(parent_id="p", prompts=((1, 2, 3),) * prompts, samples=(0, 1), params=params)
 
 
-class Groups:
-    """The Serve handle: `offered` are the groups Serve still sends calls to, `alive` those whose process lives."""
-
-    def __init__(self, *names: str) -> None:
-        self.offered, self.alive = list(names), set(names)
-        self.taken: dict[str, list[int]] = {name: [] for name in names}
-        self.submit, self.abort = remote(self._submit), remote(lambda group, children: None)
-
-    def _submit(self, group: str, families: Any, aggregator: Any) -> bool:
-        if group not in self.offered:
-            return False
-        self.taken[group] += [family.prompt_number for family in families]
-        return True
-
-    def _ready(self, name: str) -> None:
-        if name not in self.alive:
-            raise RayError("the actor died")
-
-    def broadcast(self, method: str) -> Any:
-        async def results(**kwargs: Any) -> list[dict[str, Any]]:
-            return [
-                {
-                    "group": name,
-                    "generation": "old" if name.startswith("old") else "new",
-                    "actor": SimpleNamespace(__ray_ready__=remote(lambda name=name: self._ready(name))),
-                }
-                for name in self.offered
-            ]
-
-        assert method == "stats"
-        return SimpleNamespace(results_async=results)
-
-
-class Aggregator:
-    """Notes what it is told; the result of a parent comes when `answer` is set."""
-
-    def __init__(self) -> None:
-        self.placement: dict[int, str] = {}
-        self.lost: list[str] = []
-        self.failed: list[tuple[str, str]] = []
-        self.closed: list[str] = []
-        self.answer = asyncio.Event()
-        self.open = remote(lambda parent, stream, placement: self.placement.update(placement))
-        self.place = remote(lambda parent, placement: self.placement.update(placement))
-        self.fail_group = remote(lambda group, message: self.lost.append(group))
-        self.fail = remote(lambda parent, indices, message: self.failed.append((parent, message)))
-        self.close = remote(lambda parent: self.closed.append(parent) or [])
-        self.result = SimpleNamespace(remote=self._result)
-
-    async def _result(self, parent: str) -> str:
-        await self.answer.wait()
-        return parent
-
-
-async def started(*names: str) -> tuple[RayEngine, Groups, Aggregator]:
-    groups, aggregator = Groups(*names), Aggregator()
-    engine = RayEngine(None, groups, aggregator, "sink", "new")
+async def failing(groups: Handle, aggregator: Handle, request: ParentRequest) -> RayEngine:
+    """An engine after a request that found no group."""
+    engine = RayEngine(ToyEngine(Path()).model, groups, aggregator, "sink")
     await engine.refresh()
-    return engine, groups, aggregator
-
-
-def test_a_family_a_leaving_group_refused_goes_to_another_and_is_counted_there():
-    async def run() -> None:
-        engine, groups, aggregator = await started("a", "b")
-        groups.offered.remove("a")
-        aggregator.answer.set()
-        assert await engine.complete(PARENT) == "p"
-        assert groups.taken == {"a": [], "b": [0, 1]} or groups.taken == {"a": [], "b": [1, 0]}
-        assert aggregator.placement == dict.fromkeys(range(4), "b")
-        await engine.drain()
-        assert aggregator.closed == ["p"]
-        assert engine._dispatcher.counters() == {"children_placed": 0, "tokens_placed": 0}
-
-    asyncio.run(run())
-
-
-def test_groups_of_another_generation_are_left_alone():
-    async def run() -> None:
-        engine, groups, aggregator = await started("b", "old a")
-        assert engine._dispatcher.groups == ["b"]
-        aggregator.answer.set()
-        await engine.complete(PARENT)
-        assert sorted(groups.taken["b"]) == [0, 1] and groups.taken["old a"] == []
-        await engine.drain()
-
-    asyncio.run(run())
-
-
-def test_when_every_group_is_leaving_the_parent_is_refused_and_closed():
-    async def run() -> None:
-        engine, groups, aggregator = await started("a")
-        groups.offered.clear()
-        with pytest.raises(NoHealthyGroupError):
-            await engine.complete(PARENT)
-        await engine.drain()
-        assert aggregator.closed == ["p"]
-
-    asyncio.run(run())
-
-
-def test_a_silent_group_that_lives_finishes_its_children_and_a_dead_one_fails_them():
-    async def run() -> None:
-        engine, groups, aggregator = await started("a", "b")
-        waiting = asyncio.create_task(engine.complete(PARENT))
+    with pytest.raises(NoHealthyGroupError):
+        await engine.complete(request)
+    while engine._tasks:
         await asyncio.sleep(0)
-        groups.offered.remove("a")
-        for _ in range(MISSED_ROUNDS + 2):
-            await engine.refresh()
-        assert aggregator.lost == [] and engine._dispatcher.groups == ["b"]
-        groups.alive.remove("a")
-        await engine.refresh()
-        await engine.refresh()
-        assert aggregator.lost == ["a"]
-        aggregator.answer.set()
-        assert await waiting == "p"
-        await engine.drain()
-
-    asyncio.run(run())
+    return engine
 
 
-def test_cancelling_everything_fails_every_parent_and_takes_no_more():
+@pytest.mark.parametrize(
+    "error",
+    [
+        RayServeException("the group is gone"),
+        DeploymentUnavailableError("groups"),
+        BackPressureError(1, 1),
+        RayActorError(),
+        TimeoutError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_group_that_cannot_be_reached_is_a_503_and_dropped(error: Exception) -> None:
+    groups, aggregator = Handle(alive=["g"], submit=error), Handle(close=[])
+    engine = asyncio.run(failing(groups, aggregator, parent()))
+    assert not asyncio.run(engine.healthy())
+    assert engine._dispatcher.counters() == {"children_placed": 0, "tokens_placed": 0}
+    assert [name for name, _ in aggregator.calls] == ["open", "close"]
+
+
+def test_closing_frees_the_other_groups_when_one_cannot_be_reached() -> None:
+    lost = RayServeException("gone")
+    placed = [(group, ChildRef("p", index)) for index, group in enumerate(("g", "h"))]
+    groups = Handle(alive=["g", "h"], submit=lost, abort=lost)
+    asyncio.run(failing(groups, Handle(close=placed), parent(2)))
+    assert {args[0] for name, args in groups.calls if name == "abort"} == {"g", "h"}
+
+
+def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up() -> None:
     async def run() -> None:
-        engine, _, aggregator = await started("a")
-        waiting = asyncio.create_task(engine.complete(PARENT))
-        await asyncio.sleep(0.01)
-        await engine.cancel_all()
-        assert [parent for parent, _ in aggregator.failed] == ["p"]
-        assert not await engine.healthy()
-        with pytest.raises(NoHealthyGroupError):
-            await engine.complete(PARENT)
-        aggregator.answer.set()
-        await waiting
+        groups = Handle(alive=["g"], submit=asyncio.Event().wait)
+        engine = RayEngine(ToyEngine(Path()).model, groups, Handle(close=[]), "sink")
+        await engine.refresh()
+        reply = asyncio.create_task(engine.complete(parent()))
+        while not groups.calls:
+            await asyncio.sleep(0)
+        groups.answers["alive"] = []
+        engine._dispatcher.drop_group("g")
+        async with asyncio.timeout(30):
+            with pytest.raises(NoHealthyGroupError):
+                await reply
+        await engine.drain()
+        assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())

@@ -7,7 +7,8 @@ scripts, quotes and line separators, so that every writer has to escape them.
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,7 +99,13 @@ class ToyEngine:
         key = (parent.params.seed, parent.prompt_number(index), parent.sample_number(index), t)
         return zlib.crc32(repr(key).encode())
 
-    async def stream(self, parent: ParentRequest) -> AsyncIterator[ParentUpdate]:
+    async def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
+        pieces = self._steps(parent)
+        async with aclosing(finished(pieces) if whole else pieces) as updates:
+            async for update in updates:
+                yield update
+
+    async def _steps(self, parent: ParentRequest) -> AsyncGenerator[ParentUpdate, None]:
         self.parents.append(parent)
         self.running += 1
         try:
@@ -155,6 +162,21 @@ class ToyEngine:
     def _usage(self, parent: ParentRequest) -> Usage:
         generated = sum(self.length(parent, i) for i in range(parent.num_children))
         return Usage(sum(map(len, parent.prompts)), generated, 3)
+
+
+async def finished(updates: AsyncGenerator[ParentUpdate, None]) -> AsyncGenerator[ParentUpdate, None]:
+    """The same with every choice in one piece."""
+    whole: dict[int, ChoiceDelta] = {}
+    async with aclosing(updates):
+        async for update in updates:
+            for delta in update.deltas:
+                if (known := whole.get(delta.index)) is None:
+                    whole[delta.index] = delta
+                else:
+                    known.extend(delta)
+            ended = [whole.pop(d.index) for d in update.deltas if d.finish_reason is not None]
+            if ended or update.usage:
+                yield ParentUpdate(ended, update.usage)
 
 
 def word(token: int) -> str:

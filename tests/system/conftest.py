@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Server:
     process: subprocess.Popen[str]
     mark: str
     address: str | None = None
+    killed: bool = False
 
     @property
     def client(self) -> OpenAI:
@@ -44,6 +45,15 @@ class Server:
 
     def processes(self) -> list[int]:
         return marked_processes(self.mark)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the cluster at once."""
+        self.killed = True
+        while living := self.processes():
+            for pid in living:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
 
     def wait_until_idle(self, seconds: float = 5.0) -> dict[str, float]:
         """The metrics once every gauge of work is zero; fails after `seconds`."""
@@ -109,10 +119,11 @@ def serve(*options: str) -> Iterator[Server]:
     with serve_process(*options) as (process, mark):
         url = ready_url(process)
         model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
-        yield Server(url, model, process, mark)
+        running = Server(url, model, process, mark)
+        yield running
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        assert process.wait(STOP_S) == 0
+        assert process.wait(STOP_S) == (-signal.SIGKILL if running.killed else 0)
 
 
 def ready_url(process: subprocess.Popen[str]) -> str:

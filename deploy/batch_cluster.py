@@ -1,0 +1,193 @@
+"""The cluster of a batch job: a Choral that runs there already, or groups of its own, and the engine over them.
+
+The job has its own aggregator, asks the groups without HTTP, and makes a new aggregator when that one is lost. Groups
+it started are marked in the output folder, so that a job that was killed finds and in the end stops them.
+Called by `deploy.batch`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from aggregation.parent_request import ParentRequest
+from aggregation.results import ParentResult, ParentUpdate
+from cluster.config import ClusterConfig
+from deploy.app import RunningCluster, Say, StartError, app_status, connect, start
+from deploy.errors import CommandError
+from deploy.serve_config import APP
+from router.batch.store import SampleStore
+from router.engine import GenerationError, ModelInfo
+from router.ingress import make_aggregator
+from router.ray_engine import RayEngine
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+ANSWER_S = 30.0
+"""An aggregator silent for so long is taken for lost."""
+
+COMING_UP_S = 120.0
+"""Longest wait for an application that is there but does not answer."""
+_OWN = "groups"
+"""The note in the output folder that says which groups the job has started."""
+
+
+class JobEngine:
+    """An Engine over the groups of a running application. `open` before use, `close` in the end."""
+
+    def __init__(self, model: ModelInfo) -> None:
+        self._model = model
+        self._groups = serve.get_deployment_handle("groups", APP)
+        self._replacing = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._engine: RayEngine | None = None
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def groups(self) -> int:
+        return self._engine.groups if self._engine else 0
+
+    @property
+    def slots(self) -> int:
+        return self._engine.slots if self._engine else 0
+
+    async def open(self) -> None:
+        await self._renew()
+        self._watcher = asyncio.create_task(self._watch_aggregator())
+
+    async def close(self) -> None:
+        for task in (self._watcher, *self._tasks):
+            task.cancel()
+        ray.kill(self._aggregator)
+
+    async def healthy(self) -> bool:
+        return self._engine is not None and await self._engine.healthy()
+
+    async def metrics(self) -> str:
+        return await self._engine.metrics() if self._engine else ""
+
+    async def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
+        if (engine := self._engine) is None:
+            raise GenerationError("the aggregator was lost")
+        updates: Any = engine.stream(parent, whole=whole)
+        try:
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    yield update
+        except (GenerationError, RayError, RayServeException) as error:
+            await self._check_aggregator()
+            raise GenerationError(str(error).partition("\n")[0]) from error
+
+    async def complete(self, parent: ParentRequest) -> ParentResult:
+        assert self._engine is not None
+        return await self._engine.complete(parent)
+
+    async def _watch_aggregator(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            try:
+                await self._check_aggregator()
+            except RayError:
+                log.exception("could not make a new aggregator")
+
+    async def _check_aggregator(self) -> None:
+        """Put a new aggregator in the place of one that does not answer."""
+        async with self._replacing:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await self._aggregator.ping.remote()
+            except (RayError, TimeoutError):
+                self._engine = None
+                ray.kill(self._aggregator)
+                await self._renew()
+
+    async def _renew(self) -> None:
+        self._aggregator = make_aggregator(self._model.folder)
+        await self._aggregator.ping.remote()
+        engine = RayEngine(self._model, self._groups, self._aggregator, self._aggregator._actor_id.hex())
+        for task in self._tasks:
+            task.cancel()
+        await engine.refresh()
+        self._tasks = [asyncio.create_task(engine.watch())]
+        self._engine = engine
+
+
+@contextlib.contextmanager
+def job_groups(config: ClusterConfig, store: SampleStore, running: bool, say: Say) -> Iterator[ModelInfo]:
+    """What the groups that answer serve: those that run already, or else groups started here and stopped at the end.
+
+    `running` is the answer of `join`. Groups of this very job, left by a run that was killed, are taken over, or
+    stopped when they are to be others now. Raises CommandError when groups cannot start.
+    """
+    wanted = config.model_dump(mode="json", exclude={"port", "address"})
+    left = store.notes.get(_OWN)
+    if running and left is None:
+        say("asking the Choral that runs on this cluster")
+        yield about()
+        return
+    if running and left == wanted:
+        say("taking over the groups of the run before")
+        cluster = RunningCluster(config, 0, "")
+    else:
+        if running:
+            RunningCluster(config, 0, "").stop()
+        ray.shutdown()
+        store.note(_OWN, wanted)
+        cluster = _started(config, say)
+    with cluster:
+        yield about()
+    store.note(_OWN, None)
+
+
+def stop_left_groups(config: ClusterConfig, store: SampleStore, running: bool) -> None:
+    """Stop the groups of a job that was killed after its last sample."""
+    if running and store.notes.get(_OWN) is not None:
+        RunningCluster(config, 0, "").stop()
+        store.note(_OWN, None)
+
+
+def is_own(store: SampleStore) -> bool:
+    """Whether this job started the groups that run."""
+    return store.notes.get(_OWN) is not None
+
+
+def _started(config: ClusterConfig, say: Say) -> RunningCluster:
+    try:
+        return start(config, say=say)
+    except StartError as error:
+        raise CommandError(str(error)) from error
+
+
+def join(config: ClusterConfig, say: Say) -> bool:
+    """Connect to the cluster at `config.address`; whether Choral answers there, once it is up if it is coming up.
+
+    Raises CommandError when there is no cluster, or a Choral that does not come up.
+    """
+    try:
+        connect(config, say)
+    except (OSError, StartError) as error:
+        raise CommandError(str(error)) from error
+    deadline = time.monotonic() + COMING_UP_S
+    while (status := app_status()) not in (None, ApplicationStatus.RUNNING):
+        if time.monotonic() > deadline:
+            raise CommandError(f"the Choral on this cluster is {status.value.lower()} and does not come up")
+        time.sleep(0.5)
+    return status is ApplicationStatus.RUNNING
+
+
+def about() -> ModelInfo:
+    """What the running application serves."""
+    model: ModelInfo = serve.get_app_handle(APP).about.remote().result(timeout_s=ANSWER_S)
+    return model

@@ -1,0 +1,105 @@
+"""What sharing a prompt's blocks among siblings is worth: the same decoding steps with it and without.
+
+Runs the engine in a plain process. Every step is computed both ways, and the logits must be the same bits. Results are
+points for the charts of `deploy.bench_charts`; called by the bench's command.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from deploy.bench_floor import FloorError
+from workers.config import EngineConfig
+from workers.engine import Engine
+from workers.model_runner import ModelRunner
+from workers.outputs import ChildSpec, FamilyRequest
+from workers.sampling_params import SamplingParams
+from workers.step_input import StepInput
+from workers.tensor_parallel import Communicator
+
+STEPS = 7
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+SIZES_PROMPT = 1000
+PROMPTS = (128, 256, 512, 1000, 2000, 4000, 8000)
+PROMPTS_SIZE = 32
+POINTS = [*((SIZES_PROMPT, n) for n in SIZES), *((prompt_len, PROMPTS_SIZE) for prompt_len in PROMPTS)]
+"""(prompt length, n) of every point."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharingPoint:
+    """Medians over the decoding steps of one family, in seconds of the model's part of a step."""
+
+    prompt_len: int
+    n: int
+    shared_s: float
+    apart_s: float
+
+
+class BothWays:
+    """Runs each step with sharing and without, in turns which comes first. Raises FloorError if a bit differs."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.times: dict[bool, list[float]] = {True: [], False: []}
+        self._runner = runner
+
+    def __call__(self, step: StepInput) -> torch.Tensor | None:
+        first = len(self.times[True]) % 2 == 0
+        logits = [self._timed(step, share) for share in (first, not first)]
+        if logits[0] is not None and logits[1] is not None and not torch.equal(logits[0], logits[1]):
+            raise FloorError("sharing changed the logits")
+        return logits[0]
+
+    def _timed(self, step: StepInput, share: bool) -> torch.Tensor | None:
+        self._runner.share_prefix = share
+        start = time.perf_counter()
+        logits = self._runner.execute(step)
+        self.times[share].append(time.perf_counter() - start)
+        return logits
+
+
+def measure_sharing(folder: Path) -> list[SharingPoint]:
+    """All `POINTS` in a process of its own, with the environment that ranks have. Raises FloorError."""
+    from cluster.placement import RANK_ENVIRONMENT
+
+    command = [sys.executable, "-m", "deploy.bench_sharing", str(folder)]
+    run = subprocess.run(command, env=os.environ | RANK_ENVIRONMENT, capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        raise FloorError("\n".join(run.stderr.strip().splitlines()[-4:]))
+    return [SharingPoint(**entry) for entry in json.loads(run.stdout)]
+
+
+def sharing_points(folder: str | Path, points: Sequence[tuple[int, int]], *, steps: int = STEPS) -> list[SharingPoint]:
+    """One point per (prompt length, n). Raises ValueError for a bad folder, FloorError if sharing changes a bit."""
+    config = EngineConfig(model_folder=str(folder), prefix_cache=False)
+    longest, most = max(length for length, _ in points) + steps + 2, max(n for _, n in points)
+    blocks = 2 + longest // config.block_size + most * (3 + steps // config.block_size)
+    config = replace(config, kv_blocks=blocks)
+    runner = ModelRunner(config, Communicator())
+    return [_measure(config, runner, prompt_len, n, steps) for prompt_len, n in points]
+
+
+def _measure(config: EngineConfig, runner: ModelRunner, prompt_len: int, n: int, steps: int) -> SharingPoint:
+    run = BothWays(runner)
+    engine = Engine(config, runner, run)
+    prompt = tuple(1 + place % (engine.vocab_size - 1) for place in range(prompt_len))
+    params = SamplingParams(max_tokens=steps + 2, seed=1, ignore_eos=True)
+    children = tuple(ChildSpec(index, index) for index in range(n))
+    engine.submit([FamilyRequest("sharing", 0, prompt, children, params, "sharing")])
+    while engine.has_work:
+        engine.step()
+    runner.share_prefix = True
+    shared_s, apart_s = (statistics.median(run.times[share][-steps:]) for share in (True, False))
+    return SharingPoint(prompt_len, n, shared_s, apart_s)
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(point) for point in sharing_points(sys.argv[1], POINTS)]))
