@@ -255,6 +255,7 @@ def test_batches_start_nothing_while_online_requests_need_the_room(site: Site) -
         with admission.reserve(20):
             batch = submit(api, [line(str(i)) for i in range(30)])
             wait_for(lambda: api.batches.retrieve(batch.id).status == "in_progress")
+            wait_for(lambda: batch.id in site.executor._runners)
             wait_for(lambda: site.executor._runners[batch.id].progress.read_rows == 30)
             time.sleep(0.5)
             assert site.engine.parents == []
