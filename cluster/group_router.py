@@ -15,5 +15,8 @@ class PinnedRequestRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
+        if pending_request:
+            # Or Serve asks again at once, without end, when no replica takes it: its event loop then does nothing else.
+            pending_request.routing_context.should_backoff = True
         wanted = pending_request.args[0] if pending_request and pending_request.args else None
         return [[r for r in candidate_replicas if r.replica_id.unique_id == wanted] or candidate_replicas]

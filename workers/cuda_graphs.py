@@ -75,11 +75,9 @@ class StepBuffer:
             to["query_starts"], to["context_lens"], to["block_tables"], to["positions"], to["slots"], (), plan
         )
 
-    def fill(self, step: StepInput) -> None:
+    def fill(self, step: StepInput, share_prefix: bool = True) -> None:
         """Send a step. The one before must have been computed: whoever drew from its logits has waited for that."""
-        plan = SplitPlan.build(
-            step.query_starts, step.context_lens, step.block_tables, self._block_size, share_prefix=True
-        )
+        plan = SplitPlan.build(step.query_starts, step.context_lens, step.block_tables, self._block_size, share_prefix)
         rows = len(step.token_ids)
         for name, padding in (("context_lens", 0), ("token_ids", 0), ("positions", 0), ("slots", -1)):
             self._put(name, getattr(step, name), padding)
@@ -115,14 +113,14 @@ class DecodeGraphs:
         self.captured: dict[Bucket, tuple[StepBuffer, torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
-    def run(self, bucket: Bucket, step: StepInput) -> Tensor:
+    def run(self, bucket: Bucket, step: StepInput, share_prefix: bool) -> Tensor:
         """Logits [M, V] of a step that `Bucket.of` accepted; they last until the next call."""
         if bucket in self.captured:
             buffer, graph, logits = self.captured[bucket]
-            buffer.fill(step)
+            buffer.fill(step, share_prefix)
         else:
             buffer = StepBuffer(bucket, self._device)
-            buffer.fill(step)
+            buffer.fill(step, share_prefix)
             graph, logits = self._capture(buffer)
             self.captured[bucket] = buffer, graph, logits
         graph.replay()

@@ -114,7 +114,7 @@ class ModelRunner:
             self.kv.copy_blocks(step.copies)
         bucket = Bucket.of(step, self.kv.block_size) if self.graphs is not None else None
         if self.graphs is not None and bucket is not None:
-            return self.graphs.run(bucket, step)
+            return self.graphs.run(bucket, step, self.share_prefix)
         batch = ops.AttentionBatch.build(
             step.query_starts.int(),
             step.context_lens.int(),

@@ -110,13 +110,14 @@ class SampleStore:
         store._fs.makedirs(store._folder, exist_ok=True)
         store._lock()
         if force:
+            store.notes = (store._read_manifest() or {}).get("notes", {})
             store._drop()
         known = store._read_manifest()
         wanted = json.loads(_json({**job, "format": form}))
         if known is None:
             if store._shards():
                 raise StoreError(f"{url} holds shards but no {MANIFEST}; choose an empty folder")
-            store._manifest = {"job": wanted, "created": store.created, "notes": {}, "summary": None}
+            store._manifest = {"job": wanted, "created": store.created, "notes": store.notes, "summary": None}
             store._write(MANIFEST, _json(store._manifest))
         else:
             _refuse_other(url, known["job"], wanted)
@@ -168,7 +169,7 @@ class SampleStore:
         self._update(summary=self.summary)
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a small value beside the job; it is on disk on return. Dropped with the job by `force`."""
+        """Keep a small value beside the job; it is on disk on return. `force` keeps it."""
         self.notes = {**self.notes, name: value}
         self._update(notes=self.notes)
 

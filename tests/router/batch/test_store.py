@@ -124,6 +124,16 @@ def test_the_end_is_noted(tmp_path: Path):
     assert SampleStore.open(str(tmp_path), JOB, "parquet").summary == {"samples": 2}
 
 
+def test_notes_are_kept_also_when_the_job_is_dropped(tmp_path: Path):
+    store = filled(tmp_path, "jsonl")
+    store.note("groups", {"tp": 2})
+    store.close()
+    for job in (JOB, {"other": 1}):
+        again = SampleStore.open(str(tmp_path), job, "jsonl", force=job is not JOB)
+        assert again.notes == {"groups": {"tp": 2}}
+        again.close()
+
+
 def test_any_filesystem_will_do():
     store = SampleStore.open("memory://batch/out", JOB, "parquet")
     store.add(sample(0, 1))
