@@ -37,8 +37,9 @@ def serve_config(config: ClusterConfig) -> dict[str, Any]:
     """A Serve config (`ray.serve.schema.ServeDeploySchema`) of this one application. Defaults are not repeated."""
     given = config.model_dump(include=config.model_fields_set - HTTP_FIELDS - RAY_FIELDS)
     arguments = {"groups": config.groups, "tp": config.tp, **given}
-    if config.model is not None:
-        arguments["model"] = str(Path(config.model).expanduser().absolute())  # Ray's processes run elsewhere
+    for name in ("model", "files_dir"):
+        if (path := getattr(config, name)) is not None:
+            arguments[name] = str(Path(path).expanduser().absolute())  # Ray's processes run in folders of their own
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.host, "port": config.port},

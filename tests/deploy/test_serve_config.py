@@ -36,11 +36,12 @@ def test_the_arguments_are_the_options(capsys):
     assert app["args"].keys() == {"groups", "tp", "placement", "kv_memory_gib", "prefix_cache"}
 
 
-def test_a_configuration_file_gives_arguments_too_and_a_model_its_whole_path(capsys, tmp_path, monkeypatch):
+def test_a_configuration_file_gives_arguments_too_and_folders_their_whole_path(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "choral.yaml").write_text("model: weights\nmax_n: 9\n")
+    (tmp_path / "choral.yaml").write_text("model: weights\nfiles_dir: files\nmax_n: 9\n")
     (app,) = printed(capsys, "--config", "choral.yaml")["applications"]
-    assert app["args"] == {"groups": 1, "tp": 1, "model": str(tmp_path / "weights"), "max_n": 9}
+    folders = {"model": str(tmp_path / "weights"), "files_dir": str(tmp_path / "files")}
+    assert app["args"] == {"groups": 1, "tp": 1, "max_n": 9, **folders}
 
 
 @pytest.mark.parametrize(
