@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.implementation import cpu_kernels
+from kernels.implementation import cpu_kernels, triton_kernels
+from kernels.split_plan import SplitPlan
+from kernels.transfer import sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,12 @@ class KVCache:
 
         No block may be both a source and a destination of one call.
         """
-        source, destination = pairs.to(self.k.device, torch.int64).unbind(1)
+        pairs = sent(pairs.long(), self.k.device)
+        fast = triton_kernels(self.k.device)
+        if fast is not None:
+            fast.copy_blocks(self, pairs)
+            return
+        source, destination = pairs.unbind(1)
         for cache in (self.k, self.v):
             cache.index_copy_(1, destination, cache.index_select(1, source))
 
@@ -82,7 +89,9 @@ class AttentionBatch:
     positions: Tensor
     slots: Tensor
     plan: tuple[Tensor, ...]
-    """Work list of the C++ kernel, (tiles, spans); empty where the reference runs."""
+    """Work list of the C++ kernel, (tiles, spans); empty elsewhere."""
+    split: SplitPlan | None = None
+    """Work list of the Triton kernels; None elsewhere."""
 
     @classmethod
     def build(
@@ -96,15 +105,22 @@ class AttentionBatch:
         share_prefix: bool = True,
     ) -> "AttentionBatch":
         """Describe one step: query_starts int32 [S + 1], context_lens int32 [S], block_tables int32 [S, B]
-        padded with 0, positions and slots int64 [T].
+        padded with 0, positions and slots int64 [T], all on the CPU. They are sent to the device of `kv`.
 
         Adjacent sequences whose tables start with the same blocks are computed together over these;
         `share_prefix` switches that off, for measurements, and changes no bit of any result.
         """
-        native = cpu_kernels(kv.k.device)
+        device = kv.k.device
+        split = None
+        if triton_kernels(device) is not None:
+            split = SplitPlan.build(query_starts, context_lens, block_tables, kv.block_size, share_prefix).to(device)
+        native = cpu_kernels(device)
         plan: tuple[Tensor, ...] = ()
         if native is not None:
             plan = native.attention_plan(
                 query_starts, context_lens, block_tables, kv.block_size, kv.k.shape[2], share_prefix
             )
-        return cls(query_starts, context_lens, block_tables, positions, slots, plan)
+        return cls(
+            sent(query_starts, device), sent(context_lens, device), sent(block_tables, device),
+            sent(positions, device), sent(slots, device), plan, split,
+        )  # fmt: skip

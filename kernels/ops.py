@@ -1,15 +1,18 @@
 """The tensor functions that the model and the sampler call; the only module of this package they need.
 
-Each call goes to the C++ kernels for CPU tensors where these could be built, else to the torch reference.
+Each call goes to the C++ kernels for CPU tensors and to the Triton kernels for CUDA tensors, else, where these cannot
+be had, to the torch reference.
 Every function gives a row the same bits whatever other rows share the call. It knows no models, requests
 or ranks.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import reference, reference_sampler
-from kernels.implementation import cpu_kernels, implementation
+from kernels.implementation import cpu_kernels, implementation, triton_kernels
 from kernels.kv_cache import AttentionBatch, KVCache
 from kernels.linear import PackedLinear, check_row_invariance, multiplies_bfloat16
 from kernels.sampling import SampleBatch, SampleResult
@@ -34,21 +37,26 @@ __all__ = [
 ]
 
 
+def _kernels(device: torch.device) -> Any:
+    """What computes on `device` the operations that all implementations offer alike."""
+    return cpu_kernels(device) or triton_kernels(device) or reference
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension, rounded to the dtype of x, times weight."""
-    result: Tensor = (cpu_kernels(x.device) or reference).rms_norm(x, weight, eps)
+    result: Tensor = _kernels(x.device).rms_norm(x, weight, eps)
     return result
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), the sum rounded to the dtype first; all [T, H]."""
-    normed, total = (cpu_kernels(x.device) or reference).add_rms_norm(x, residual, weight, eps)
+    normed, total = _kernels(x.device).add_rms_norm(x, residual, weight, eps)
     return normed, total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2F] = gate | up; rounds once."""
-    result: Tensor = (cpu_kernels(gate_up.device) or reference).silu_mul(gate_up)
+    result: Tensor = _kernels(gate_up.device).silu_mul(gate_up)
     return result
 
 
@@ -67,9 +75,10 @@ def rope_and_cache(
     """
     native = cpu_kernels(q.device)
     if native is None:
-        return reference.rope_and_cache(q, k, v, cos_sin, batch, kv, layer)
-    rotated: Tensor = native.rope_and_cache(q, k, v, cos_sin, batch.positions, batch.slots, kv.k, kv.v, layer)
-    return rotated
+        rotated: Tensor = (triton_kernels(q.device) or reference).rope_and_cache(q, k, v, cos_sin, batch, kv, layer)
+        return rotated
+    turned: Tensor = native.rope_and_cache(q, k, v, cos_sin, batch.positions, batch.slots, kv.k, kv.v, layer)
+    return turned
 
 
 def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: float) -> Tensor:
@@ -78,11 +87,15 @@ def attention(q: Tensor, batch: AttentionBatch, kv: KVCache, layer: int, scale: 
 
     Returns [T, Hq * D]. The keys of this step must have been written before.
     """
+    fast = triton_kernels(q.device)
+    if fast is not None:
+        output: Tensor = fast.attention(q, batch, kv, layer, scale)
+        return output
     native = cpu_kernels(q.device)
     if native is None:
         return reference.attention(q, batch, kv, layer, scale, exact=q.device.type == "cpu")
-    output: Tensor = native.attention(q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale)
-    return output
+    attended: Tensor = native.attention(q, batch.positions, batch.block_tables, *batch.plan, kv.k, kv.v, layer, scale)
+    return attended
 
 
 def uniform(seed: Tensor, prompt_number: Tensor, sample: Tensor, position: Tensor) -> Tensor:
@@ -94,9 +107,14 @@ def sample(logits: Tensor, batch: SampleBatch) -> SampleResult:
     """Draw one token per entry of `batch` from logits [M, V].
 
     Order: allowed ids, bias, banned ids, penalties, temperature, top-k, top-p, min-p, draw. A filter keeps
-    every token that ties with its threshold. Log-probabilities are of the raw logits.
+    every token that ties with its threshold. Log-probabilities are of the raw logits. `batch` lies on the CPU; only
+    the logits need be on the device.
     """
+    fast = triton_kernels(logits.device)
+    if fast is not None:
+        result: SampleResult = fast.sample(logits, batch)
+        return result
     native = cpu_kernels(logits.device)
     if native is None:
-        return reference_sampler.sample(logits, batch)
+        return reference_sampler.sample(logits, batch.to(logits.device))
     return SampleResult(*native.sample(logits, batch.fields()))

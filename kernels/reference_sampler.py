@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.sampling import SampleBatch, SampleResult
 
 _MASK = 0xFFFFFFFF
-_TAG = 0x43686F72
+TAG = 0x43686F72
 """Fourth word of the counter: keeps this use of a seed apart from any other."""
 
 
@@ -35,7 +35,7 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def uniform(seed: Tensor, prompt_number: Tensor, sample: Tensor, position: Tensor) -> Tensor:
-    counter = [position & _MASK, sample & _MASK, prompt_number & _MASK, torch.full_like(seed, _TAG)]
+    counter = [position & _MASK, sample & _MASK, prompt_number & _MASK, torch.full_like(seed, TAG)]
     high, low, _, _ = philox(counter, [seed & _MASK, (seed >> 32) & _MASK])
     return ((high >> 5) * 2.0**26 + (low >> 6)).double() * 2.0**-53
 

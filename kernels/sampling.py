@@ -7,6 +7,7 @@ It knows nothing of requests or children; the worker's sampler builds a `SampleB
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -54,6 +55,10 @@ class SampleBatch:
     def fields(self) -> list[Tensor]:
         """All tensors, in the order of their declaration."""
         return [getattr(self, name) for name in self.__slots__]
+
+    def to(self, device: torch.device) -> "SampleBatch":
+        """The same draws with all tensors on `device`."""
+        return SampleBatch(*(x.to(device) for x in self.fields()))
 
 
 @dataclass(frozen=True, slots=True)

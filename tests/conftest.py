@@ -36,3 +36,9 @@ def embedded_model() -> Path:
     from workers import checkpoint
 
     return checkpoint.resolve(None)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the Triton kernels on the CPU: Triton looks at the environment also when an interpreted kernel is called."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")

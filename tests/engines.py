@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernels import ops
 from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.model_runner import ModelRunner
@@ -42,11 +41,8 @@ class Lab:
 
     def engine(self, **options: Any) -> Engine:
         config = EngineConfig(**{**self.options, **options})
-        model, runner = self.runner.model_config, self.runner
-        runner.kv = ops.KVCache.allocate(
-            model.num_layers, config.kv_blocks, runner.model.local_kv_heads, model.head_dim, config.block_size,
-            runner.dtype, runner.device,
-        )  # fmt: skip
+        runner = self.runner
+        runner.allocate(config.kv_blocks, config.block_size)
         runner.max_model_len = min(runner.model.max_len, (config.kv_blocks - 1) * config.block_size)
         return Engine(config, runner)
 

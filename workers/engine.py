@@ -48,7 +48,7 @@ class Engine:
         self._run = run or runner.execute
         self._block_size = config.block_size
         self._block_bytes = runner.block_bytes
-        self._sampler = Sampler(self._eos_ids, runner.device)
+        self._sampler = Sampler(self._eos_ids)
         self.blocks = BlockManager(runner.kv.num_blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(self.blocks, max_running=config.max_running, max_step_tokens=config.max_step_tokens)
 

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.implementation import triton_kernels
+from kernels.transfer import sent
 from workers.checkpoint import weights_digest
 from workers.config import EngineConfig
+from workers.cuda_graphs import Bucket, DecodeGraphs
 from workers.loader import load_model, resolve_dtype
 from workers.model_config import ModelConfig
 from workers.step_input import StepInput
@@ -41,7 +44,6 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, comm: Communicator) -> None:
         self.share_prefix = True
         """Off: siblings read their common blocks one by one. For measurements; it changes no bit."""
-        self._block_size = config.block_size
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.model_config = ModelConfig.from_folder(config.model_folder)
@@ -55,10 +57,7 @@ class ModelRunner:
         )
         num_blocks = self._num_blocks(config)
         self.max_model_len = _fitting_len(config, self.model.max_len, num_blocks)
-        self.kv = ops.KVCache.allocate(
-            self.model_config.num_layers, num_blocks, self.model.local_kv_heads, self.model_config.head_dim,
-            config.block_size, self.dtype, self.device,
-        )  # fmt: skip
+        self.allocate(num_blocks, config.block_size)
         log.info(
             "%s; %s, %d KV blocks of %d",
             ops.implementation(self.device),
@@ -66,6 +65,22 @@ class ModelRunner:
             num_blocks,
             config.block_size,
         )
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """A new, empty KV cache; for a rank alone on a GPU with Triton also new CUDA graphs, which hold its address."""
+        config = self.model_config
+        self.kv = ops.KVCache.allocate(
+            config.num_layers,
+            num_blocks,
+            self.model.local_kv_heads,
+            config.head_dim,
+            block_size,
+            self.dtype,
+            self.device,
+        )
+        alone = self.model.comm.size == 1
+        graphs = alone and triton_kernels(self.device) is not None
+        self.graphs = DecodeGraphs(self._logits, self.device) if graphs else None
 
     @property
     def exact(self) -> bool:
@@ -79,25 +94,27 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block, over all ranks of the group."""
-        return self._bytes_per_block(self.model_config.num_kv_heads)
+        return self._bytes_per_block(self.model_config.num_kv_heads, self.kv.block_size)
 
-    def _bytes_per_block(self, kv_heads: int) -> int:
+    def _bytes_per_block(self, kv_heads: int, block_size: int) -> int:
         model = self.model_config
-        return ops.KVCache.bytes_per_block(model.num_layers, kv_heads, model.head_dim, self._block_size, self.dtype)
+        return ops.KVCache.bytes_per_block(model.num_layers, kv_heads, model.head_dim, block_size, self.dtype)
 
     def _num_blocks(self, config: EngineConfig) -> int:
         """Equal on every rank: counted for the rank with the most heads, so one scheduler fits all."""
         if config.kv_blocks is not None:
             return config.kv_blocks
-        size = self._bytes_per_block(-(-self.model_config.num_kv_heads // config.tp))
+        size = self._bytes_per_block(-(-self.model_config.num_kv_heads // config.tp), config.block_size)
         return max(2, int(config.kv_memory_gib * 2**30) // size)
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Tensor | None:
         """Copy blocks, run the model on [T] tokens, return logits [M, V] of the rows that draw (None if M is 0)."""
-        step = self._to_device(step)
         if step.copies.shape[0]:
             self.kv.copy_blocks(step.copies)
+        bucket = Bucket.of(step, self.kv.block_size) if self.graphs is not None else None
+        if self.graphs is not None and bucket is not None:
+            return self.graphs.run(bucket, step, self.share_prefix)
         batch = ops.AttentionBatch.build(
             step.query_starts.int(),
             step.context_lens.int(),
@@ -107,11 +124,14 @@ class ModelRunner:
             self.kv,
             share_prefix=self.share_prefix,
         )
-        hidden = self.model.forward(step.token_ids, batch, self.kv)
-        return self.model.logits(hidden[step.logit_rows]) if step.logit_rows.numel() else None
+        hidden = self.model.forward(sent(step.token_ids, self.device), batch, self.kv)
+        if not step.logit_rows.numel():
+            return None
+        return self.model.logits(hidden[sent(step.logit_rows, self.device)])
 
-    def _to_device(self, step: StepInput) -> StepInput:
-        return step if self.device.type == "cpu" else StepInput.unpack(step.pack().to(self.device))
+    def _logits(self, token_ids: Tensor, batch: ops.AttentionBatch) -> Tensor:
+        """Logits of every row of a batch."""
+        return self.model.logits(self.model.forward(token_ids, batch, self.kv))
 
 
 def resolve_device(device: str) -> torch.device:

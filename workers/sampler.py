@@ -29,9 +29,8 @@ class Drawn(NamedTuple):
 class Sampler:
     """Draws on the device the logits are on. `eos_ids` are banned, with the stop ids, below a child's min_tokens."""
 
-    def __init__(self, eos_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(self, eos_ids: frozenset[int]) -> None:
         self._eos_ids = eos_ids
-        self._device = device
 
     def draw(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
         """One token per entry of `draws`, read from row `rows[i]` of `logits` [M, V]."""
@@ -86,10 +85,10 @@ class Sampler:
         return self._ints(starts, torch.int32), flat
 
     def _ints(self, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=self._device)
+        return torch.tensor(list(values), dtype=dtype)
 
     def _floats(self, values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float32, device=self._device)
+        return torch.tensor(list(values), dtype=torch.float32)
 
 
 def _num_logprobs(params: SamplingParams) -> int:

@@ -141,6 +141,8 @@ class RowReader:
             raise ApiError(Fault.UNSUPPORTED, "stream is not supported in a batch", "stream")
         if getattr(request, "echo", None):
             raise ApiError(Fault.UNSUPPORTED, "echo is not supported in a batch", "echo")
+        if request.request_id is not None:
+            raise ApiError(Fault.UNSUPPORTED, "request_id is not supported in a batch: rows have ids", "request_id")
         unknown = [name for name in request.model_extra or {} if name not in UNSUPPORTED]
         if unknown and self._rules.strict:
             raise ApiError(Fault.INVALID, f"unknown field: {listing(unknown)}", unknown[0])

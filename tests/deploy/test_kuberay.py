@@ -1,5 +1,6 @@
 """The manifests hold to KubeRay's definitions and Ray's schema, with no key that these do not know."""
 
+import argparse
 import copy
 import operator
 import re
@@ -13,6 +14,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config import ClusterConfig
+from deploy.batch import run_batch
 from deploy.cli import make_parser
 from deploy.options import cluster_config
 from deploy.serve_config import refuse_starter_fields
@@ -72,8 +74,14 @@ def arguments(document: dict[str, Any]) -> ClusterConfig:
         config = ClusterConfig.model_validate(app["args"])
         refuse_starter_fields(config)
         return config
-    command = document["spec"]["entrypoint"].split()
-    return cluster_config(make_parser().parse_args(["serve", *command[command.index("--address") :]]))
+    return cluster_config(job_options(document))
+
+
+def job_options(document: dict[str, Any]) -> argparse.Namespace:
+    """A job's command as Choral understands it; an option it does not know ends the test."""
+    program, *words = document["spec"]["entrypoint"].split()
+    assert program == "choral"
+    return make_parser().parse_args(words)
 
 
 def test_there_is_one_of_each_kind_for_cpus_and_for_gpus():
@@ -147,10 +155,16 @@ def test_pods_run_without_root_from_a_fixed_image_and_may_drain(path: Path):
         assert pod["terminationGracePeriodSeconds"] > ClusterConfig().drain_timeout_s
         assert all(re.fullmatch(r"choral:\d+\.\d+\.\d+-(cpu|cuda)", c["image"]) for c in pod["containers"])
     assert cluster["authOptions"] == {"mode": "token"}
+    (workers,) = cluster["workerGroupSpecs"]
+    pod = workers["template"]["spec"]
+    env = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
+    ray_drains_s = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert ClusterConfig().drain_timeout_s < ray_drains_s < pod["terminationGracePeriodSeconds"]
 
 
 def test_a_job_runs_the_batch_command_on_the_cluster_it_is_in():
     for path in (p for p in MANIFESTS if "job" in p.stem):
-        command = load(path)["spec"]["entrypoint"].split()
-        assert command[:2] == ["choral", "batch"]
-        assert "--output" in command and command[command.index("--address") + 1] == "auto"
+        options = job_options(load(path))
+        assert options.run is run_batch
+        assert options.n > 1 and options.output and options.input
+        assert cluster_config(options).address == "auto"

@@ -93,5 +93,6 @@ def test_an_unknown_choice_is_refused(monkeypatch: pytest.MonkeyPatch, fresh_cho
 
 
 def test_other_devices_get_the_reference():
-    assert ops.implementation("cuda") == "torch reference (cuda)"
+    assert ops.implementation("meta") == "torch reference (meta)"
     assert implementation.cpu_kernels(torch.device("meta")) is None
+    assert implementation.triton_kernels(torch.device("meta")) is None

@@ -87,11 +87,12 @@ def test_error_lines_hold_what_the_route_answers(site: Site) -> None:
             assert (response["status_code"], response["body"]) == (answer.status_code, answer.json())
 
 
-def test_what_a_batch_cannot_do_is_an_error_of_its_line(site: Site) -> None:
+@pytest.mark.parametrize("fields", [{"stream": True}, {"echo": True}, {"request_id": "mine"}])
+def test_what_a_batch_cannot_do_is_an_error_of_its_line(site: Site, fields: dict[str, Any]) -> None:
     with site.open() as api:
-        batch = ended(api, submit(api, [line("a", stream=True), line("b")]))
+        batch = ended(api, submit(api, [line("a", **fields), line("b")]))
         (entry,) = read(api, batch.error_file_id).values()
-        assert (entry["custom_id"], entry["response"]["body"]["error"]["param"]) == ("a", "stream")
+        assert (entry["custom_id"], entry["response"]["body"]["error"]["param"]) == ("a", *fields)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,13 @@ class RayHead:
 @contextmanager
 def ray_head(folder: Path, cores: int) -> Iterator[RayHead]:
     token, mark = uuid.uuid4().hex + uuid.uuid4().hex, uuid.uuid4().hex
-    settings = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, MARK: mark, "PYTHONPATH": str(ROOT)}
+    settings = {
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        MARK: mark,
+        "PYTHONPATH": str(ROOT),
+    }
     head = RayHead(folder, {**os.environ, **settings})
     _, dashboard, gcs, agent, client = head.ports
     command = f"ray.scripts.scripts start --head --block --num-cpus={cores} --port={gcs} --dashboard-port={dashboard}"

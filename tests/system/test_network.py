@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -60,6 +61,8 @@ class Host:
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Two namespaces joined by a cable. Skips where they are not permitted."""
+    if missing := [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]:
+        pytest.skip(f"network namespaces need {', '.join(missing)}")
     mark = uuid.uuid4().hex[:6]
     hosts = Host(f"choral-a-{mark}", ADDRESSES[0]), Host(f"choral-b-{mark}", ADDRESSES[1])
     try:
