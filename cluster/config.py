@@ -43,7 +43,9 @@ class ClusterConfig(BaseModel):
     batch_children: int | None = Field(None, ge=1, description="Children of batches at once; default: max_running / 2")
     files_dir: str | None = Field(None, description="Folder of files and batches; default: $CHORAL_HOME/files")
     push_interval_s: float = Field(
-        0.04, ge=0, description="Tokens of a running child travel at most so often; first and last ones never wait"
+        0.04,
+        ge=0,
+        description="Tokens of a running child travel at most so often, and rarer with many parents; first and last ones never wait",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads per rank, and cores reserved for it; default: the cores shared out"

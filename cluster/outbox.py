@@ -14,6 +14,14 @@ from typing import Any, Protocol
 from workers.outputs import ChildRef, ParentDelta, StepOutput
 
 
+PARENTS_AT_ONCE, SLOWEST = 8, 5.0
+
+
+def pace(parents: int) -> float:
+    """Intervals to wait after a push: its way to the clients costs per parent, and the model wants the processor too."""
+    return min(1 + parents / PARENTS_AT_ONCE, SLOWEST) if parents > 1 else 1.0
+
+
 class OutputSink(Protocol):
     """Sends a step's output; the future resolves to the children the group should stop."""
 
@@ -34,7 +42,8 @@ class ActorSink:
 class Outbox:
     """`on_stop` gets the children to stop, `on_lost` the error when the sink cannot be reached any more.
 
-    What can wait does so for `interval_s` after the push before it, or until the next `add` after that.
+    What can wait does so for `interval_s` after the push before it, longer if that carried many parents, or until the
+    next `add` after that.
     """
 
     def __init__(
@@ -79,7 +88,7 @@ class Outbox:
             if self._in_flight or self._pending is None or not (self._urgent or now >= self._due):
                 return
             output, self._pending, self._in_flight = self._pending, None, True
-            self._urgent, self._due = False, now + self._interval_s
+            self._urgent, self._due = False, now + self._interval_s * pace(len(output.parents))
         self._sink.push(output).add_done_callback(self._pushed)
 
     def _pushed(self, future: "Future[list[ChildRef]]") -> None:

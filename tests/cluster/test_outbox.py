@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from cluster.outbox import Outbox
+from cluster.outbox import Outbox, pace
 from workers.outputs import ChildDelta, ChildRef, FinishReason, ParentDelta, PromptReport, StepOutput
 
 
@@ -93,3 +93,8 @@ def test_what_must_not_wait_follows_a_push_that_was_in_flight():
     box.add([ParentDelta("p", {0: ChildDelta(0, [2], finish_reason=FinishReason.STOP)})])
     sink.futures[0].set_result([])
     assert len(sink.pushed) == 2
+
+
+def test_pushes_of_many_parents_are_rarer_up_to_a_bound():
+    paces = [pace(parents) for parents in (1, 2, 8, 32, 1000)]
+    assert paces == [1.0, 1.25, 2.0, 5.0, 5.0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_hopper(tmp_path: Path):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")

@@ -38,6 +38,7 @@ def lab(tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch,
     implementation._built.cache_clear()
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_reference_and_a_family_equals_its_replays(
     lab: Lab, tiny_checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ):
