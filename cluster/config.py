@@ -45,7 +45,7 @@ class ClusterConfig(BaseModel):
     push_interval_s: float = Field(
         0.04,
         ge=0,
-        description="Tokens of a running child travel at most so often, and rarer with many parents; first and last ones never wait",
+        description="Tokens of running children travel at most so often; first and last ones never wait",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads per rank, and cores reserved for it; default: the cores shared out"

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 from workers.outputs import ChildRef, ParentDelta, StepOutput
 
-
 PARENTS_AT_ONCE, SLOWEST = 8, 5.0
 
 
 def pace(parents: int) -> float:
-    """Intervals to wait after a push: its way to the clients costs per parent, and the model wants the processor too."""
+    """Intervals to wait after a push: its way to the clients costs per parent, and takes that from the model."""
     return min(1 + parents / PARENTS_AT_ONCE, SLOWEST) if parents > 1 else 1.0
 
 
