@@ -29,6 +29,7 @@ SEEDS = 2**32
 DEFAULT_REPEAT = 3
 DEFAULT_VOCAB_SIZE = 32000
 DEFAULT_TIMEOUT_S = 600.0
+PAUSE_S = 2.0
 PREFIXES: dict[str, Sequence[Prefix]] = {"cold": ("cold",), "warm": ("warm",), "both": ("cold", "warm")}
 
 
@@ -77,6 +78,8 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         "--vocab-size", type=_count, default=DEFAULT_VOCAB_SIZE, metavar="N", help="ids below it (default: %(default)s)"
     )
     add("--extra", type=_object, default={}, metavar="JSON", help="an object with further fields of each request")
+    pause = f"wait before each repetition (default: {PAUSE_S:g} with --compare, so that the other server is at rest)"
+    add("--pause", type=_seconds, metavar="S", help=pause)
     add("--timeout", type=_rate, default=DEFAULT_TIMEOUT_S, metavar="S", help="longest silence (default: %(default)g)")
 
 
@@ -87,7 +90,8 @@ def run_bench(args: argparse.Namespace) -> int:
     with _first_server(args) as (url, name):
         urls = [url, *([args.compare] if args.compare is not None else [])]
         servers = [_named(url, name) for url, name in zip(urls, (name, args.model2), strict=False)]
-        results = _measure(workload, servers, args.timeout)
+        pause_s = (PAUSE_S if args.compare else 0.0) if args.pause is None else args.pause
+        results = _measure(workload, servers, args.timeout, pause_s)
     floor = _floor(args) if args.floor else []
     _report(args, workload, servers, results, floor)
     if args.charts is not None:
@@ -156,7 +160,7 @@ def _named(url: str, model: str | None) -> dict[str, str]:
         return {"url": url, "model": model or served_model(client)}
 
 
-def _measure(workload: Workload, servers: list[dict[str, str]], timeout_s: float) -> "list[RowResult]":
+def _measure(workload: Workload, servers: list[dict[str, str]], timeout_s: float, pause_s: float) -> "list[RowResult]":
     import asyncio
 
     from deploy.bench_client import connect
@@ -168,7 +172,8 @@ def _measure(workload: Workload, servers: list[dict[str, str]], timeout_s: float
             for server in servers:
                 client = await stack.enter_async_context(connect(server["url"], timeout_s))
                 asked.append(Server(client, server["model"]))
-            return await Runner(workload=workload, servers=asked, progress=_progress(workload, len(asked))).run()
+            progress = _progress(workload, len(asked))
+            return await Runner(workload=workload, servers=asked, progress=progress, pause_s=pause_s).run()
 
     return asyncio.run(measure())
 
@@ -251,6 +256,12 @@ def _count(text: str) -> int:
 def _rate(text: str) -> float:
     if not 0 < (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time")
     return value
 
 

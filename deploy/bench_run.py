@@ -73,11 +73,16 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runner:
-    """Asks every server everything the workload has."""
+    """Asks every server everything the workload has.
+
+    Before each repetition it waits `pause_s`: a server may keep a core busy for a while after its last answer, and
+    with two of them that would be the other's.
+    """
 
     workload: Workload
     servers: Sequence[Server]
     progress: Progress
+    pause_s: float = 0.0
     clock: Clock = time.perf_counter
     sleep: Sleep = asyncio.sleep
 
@@ -90,6 +95,7 @@ class Runner:
         result = RowResult(self.workload.rows[number], warm_ups, [[] for _ in self.servers])
         for repetition in range(self.workload.repeat):
             for place, server in enumerate(self.servers):
+                await self.sleep(self.pause_s)
                 measured = await self._repetition(server, number, repetition)
                 result.repetitions[place].append(measured)
                 self.progress(result.row, place, measured)

@@ -16,11 +16,11 @@ def workload(repeat=2, ignore_eos=True, **axes):
     return Workload(rows=rows, repeat=repeat, seed=3, vocab_size=1000, ignore_eos=ignore_eos)
 
 
-def measure(load, *servers, progress=lambda *args: None):
+def measure(load, *servers, progress=lambda *args: None, pause_s=0.0):
     async def go():
         asked = [Server(server.client(), f"model {place}") for place, server in enumerate(servers)]
-        runner = Runner(workload=load, servers=asked, progress=progress, clock=now, sleep=asyncio.sleep)
-        return await runner.run()
+        clocks = {"clock": now, "sleep": asyncio.sleep}
+        return await Runner(workload=load, servers=asked, progress=progress, pause_s=pause_s, **clocks).run()
 
     return run(go())
 
@@ -48,6 +48,13 @@ def test_arrivals_do_not_wait_for_answers():
         assert mine == pytest.approx([start + arrival for arrival in load.arrivals(0, repetition)], abs=1e-6)
         assert [parent.start_s for parent in measured.parents] == mine
         start = measured.parents[-1].end_s
+
+
+def test_a_server_is_at_rest_before_the_other_is_measured():
+    first, second = VirtualServer(), VirtualServer()
+    measure(workload(repeat=2), first, second, pause_s=3.0)
+    # A request takes 1 s; the warm-ups come first.
+    assert [[moment for moment, _ in server.requests[1:]] for server in (first, second)] == [[5.0, 13.0], [9.0, 17.0]]
 
 
 def test_two_servers_take_turns_and_are_asked_the_same():
