@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import importlib
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -105,7 +106,10 @@ def _graded(source: Any, samples: Mapping[int, list[Record]], grader: Grader) ->
     """Every row's grades, made by Ray tasks."""
     import ray
 
-    ray.init(log_to_driver=False, configure_logging=False, include_dashboard=False, ignore_reinit_error=True)
+    # Without an address Ray would look for a cluster it remembers, which may be gone.
+    address = os.environ.get("RAY_ADDRESS", "local")
+    own = {"include_dashboard": False} if address == "local" else {}
+    ray.init(address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **own)
     task = ray.remote(num_cpus=0)(_grade)
 
     async def ask() -> list[Any]:

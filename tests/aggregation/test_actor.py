@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray")
 def actor(tokenizer_folder) -> Iterator[Any]:
     from aggregation.actor import AggregatorActor
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     handle = AggregatorActor.options(num_cpus=0, max_concurrency=100).remote(str(tokenizer_folder))
     ray.get(handle.ping.remote())
     yield handle
