@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,14 +53,20 @@ class StepTime:
 
 
 def measure_floor(folder: Path) -> list[StepTime]:
-    """`step_floor` in a process of its own, with the environment that ranks have. Raises FloorError."""
+    """`step_floor` as a rank would run it. Raises FloorError."""
+    return [StepTime(**entry) for entry in run_as_rank("deploy.bench_floor", folder)]
+
+
+def run_as_rank(module: str, folder: Path) -> list[dict[str, Any]]:
+    """What a module prints as JSON in a process of its own with the environment that ranks have. Raises FloorError."""
     from cluster.placement import RANK_ENVIRONMENT
 
-    command = [sys.executable, "-m", "deploy.bench_floor", str(folder)]
+    command = [sys.executable, "-m", module, str(folder)]
     run = subprocess.run(command, env=os.environ | RANK_ENVIRONMENT, capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise FloorError("\n".join(run.stderr.strip().splitlines()[-4:]))
-    return [StepTime(**entry) for entry in json.loads(run.stdout)]
+    printed: list[dict[str, Any]] = json.loads(run.stdout)
+    return printed
 
 
 def step_floor(

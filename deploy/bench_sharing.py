@@ -5,9 +5,7 @@ points for the charts of `deploy.bench_charts`; called by the bench's command.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from deploy.bench_floor import FloorError
+from deploy.bench_floor import FloorError, run_as_rank
 from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.model_runner import ModelRunner
@@ -67,14 +65,8 @@ class BothWays:
 
 
 def measure_sharing(folder: Path) -> list[SharingPoint]:
-    """All `POINTS` in a process of its own, with the environment that ranks have. Raises FloorError."""
-    from cluster.placement import RANK_ENVIRONMENT
-
-    command = [sys.executable, "-m", "deploy.bench_sharing", str(folder)]
-    run = subprocess.run(command, env=os.environ | RANK_ENVIRONMENT, capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        raise FloorError("\n".join(run.stderr.strip().splitlines()[-4:]))
-    return [SharingPoint(**entry) for entry in json.loads(run.stdout)]
+    """All `POINTS` as a rank would run them, in a process of its own. Raises FloorError."""
+    return [SharingPoint(**entry) for entry in run_as_rank("deploy.bench_sharing", folder)]
 
 
 def sharing_points(folder: str | Path, points: Sequence[tuple[int, int]], *, steps: int = STEPS) -> list[SharingPoint]:
