@@ -22,26 +22,8 @@
 namespace choral {
 namespace {
 
-// Turns the scores of one row, times `scale`, into weights e^(s - max) over its `valid` first positions; the rest is 0.
-inline float softmax_row(float* scores, int64_t columns, int64_t valid, float scale, float* lane_sums) {
-  Ints lane;
-  for (int i = 0; i < LANES; ++i) lane[i] = i;
-  Vec best = broadcast(-INFINITE);
-  for (int64_t i = 0; i < columns; i += LANES) {
-    const Vec s = lane < static_cast<int32_t>(valid - i) ? load(scores + i) * scale : broadcast(-INFINITE);
-    store(scores + i, s);
-    best = larger(best, s);
-  }
-  const float maximum = max_lane(best);
-  Vec sums = {};
-  for (int64_t i = 0; i < columns; i += LANES) {
-    const Vec weight = exp(load(scores + i) - maximum);
-    store(scores + i, weight);
-    sums += weight;
-  }
-  store(lane_sums, sums);
-  return maximum;
-}
+constexpr int64_t CACHE_LINE = 64;
+constexpr float LOG2_E = 1.44269504088896341f;
 
 // The rows of one tile for one KV head, and one block at a time. Sums are float32. With bfloat16 and a processor that
 // multiplies it, factors stay bfloat16, two by two (`Pair`): the weights are rounded to it, queries and keys are it.
@@ -53,18 +35,16 @@ class TileWorker {
   static constexpr int64_t EACH = PAIRS ? 2 : 1;  // values in a factor
 
   TileWorker(int64_t rows, int64_t dim, int64_t block, float scale)
-      : dim_(dim), wide_(padded(dim)), block_(block), columns_(padded(block)), scale_(scale), maxima_(rows),
-        block_maxima_(rows + LANES),
-        memory_(rows * (columns_ + 3 * wide_ + 2 * LANES) + dim * columns_ + block * wide_ + LANES, 0.0f) {
+      : dim_(dim), wide_(padded(dim)), block_(block), columns_(padded(block)), scale_(scale * LOG2_E), maxima_(rows),
+        valid_(rows),
+        memory_(ROWS_AT_ONCE * columns_ + rows * (2 * wide_ + LANES) + dim * columns_ + block * wide_ + LANES, 0.0f) {
     float* next = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) % sizeof(Vec)) / sizeof(float);
     const auto take = [&next](int64_t size) { return std::exchange(next, next + padded(size)); };
     keys_ = reinterpret_cast<Factor*>(take(dim * columns_));
     values_ = reinterpret_cast<Factor*>(take(block * wide_));
     queries_ = reinterpret_cast<Factor*>(take(rows * dim));
-    weights_ = take(rows * columns_);
-    partial_ = take(rows * wide_);
+    weights_ = take(ROWS_AT_ONCE * columns_);
     output_ = take(rows * wide_);
-    lane_sums_ = take(rows * LANES);
     totals_ = take(rows * LANES);
   }
 
@@ -103,19 +83,23 @@ class TileWorker {
     }
   }
 
-  // Adds the current block, of which the first `valid` positions count, to the rows [first, first + rows).
-  void attend(int64_t first, int64_t rows, int64_t valid) {
-    const Factor* queries = queries_ + first * (dim_ / EACH);
-    multiply(queries, dim_ / EACH, rows, k_, keys_, columns_, weights_, dim_ / EACH);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* weights = weights_ + r * columns_;
-      block_maxima_[r] = softmax_row(weights, columns_, valid, scale_, lane_sums_ + r * LANES);
-      if constexpr (PAIRS) round_in_place(weights);
+  // Names the block that comes next, or none: it is fetched piece by piece while this one is computed.
+  void expect(const T* k, const T* v) { next_k_ = k, next_v_ = v; }
+
+  // Says how many positions of the current block row `row` sees, for an `attend` of which not `all` lanes count.
+  void set_valid(int64_t row, int64_t positions) { valid_[row] = static_cast<int32_t>(positions); }
+
+  // Adds the current block to the rows [first, first + rows), which see `all` lanes of it, or what was set. No row
+  // sees more than the first `seen` positions. Rows do not mix, so it does not matter how many go at once.
+  void attend(int64_t first, int64_t rows, int64_t seen, bool all) {
+    const int64_t bytes = dim_ * block_ * static_cast<int64_t>(sizeof(T));
+    const int64_t piece = (bytes * ROWS_AT_ONCE / rows + CACHE_LINE) / CACHE_LINE * CACHE_LINE;
+    for (int64_t at = 0; rows > 0; first += ROWS_AT_ONCE, rows -= ROWS_AT_ONCE, at += piece) {
+      if (next_k_ != nullptr) fetch(at, std::min(at + piece, bytes));
+      const int64_t count = std::min(rows, ROWS_AT_ONCE);
+      if (all) attend_few<true>(first, count, seen);
+      else attend_few<false>(first, count, seen);
     }
-    const Factor* weights = reinterpret_cast<const Factor*>(weights_);
-    const int64_t depth = (valid + EACH - 1) / EACH;
-    multiply(weights, columns_, rows, v_, values_, wide_, partial_, depth);
-    for (int64_t r = 0; r < rows; r += LANES) merge(first + r, r, std::min<int64_t>(LANES, rows - r));
   }
 
   void finish(int64_t row, T* to) const {
@@ -124,45 +108,79 @@ class TileWorker {
   }
 
  private:
-  // A product with the current block, read where it lies or as it was converted.
-  void multiply(const Factor* a, int64_t lda, int64_t rows, const T* lies, const Factor* converted, int64_t columns,
-                float* to, int64_t depth) const {
-    if constexpr (!PAIRS) {
-      if (direct_) return product(a, lda, rows, lies, columns, to, depth);
+  void fetch(int64_t begin, int64_t end) const {
+    for (int64_t at = begin; at < end; at += CACHE_LINE) {
+      __builtin_prefetch(reinterpret_cast<const char*>(next_k_) + at);
+      __builtin_prefetch(reinterpret_cast<const char*>(next_v_) + at);
     }
-    product(a, lda, rows, converted, columns, to, depth);
   }
 
-  // The weights of a row as bfloat16 at its beginning, where the floats have been read already.
-  void round_in_place(float* weights) const {
-    for (int64_t j = 0; j < columns_; j += LANES)
-      store(reinterpret_cast<c10::BFloat16*>(weights) + j, load(weights + j));
+  template <bool ALL>
+  void attend_few(int64_t first, int64_t rows, int64_t seen) {
+    const Factor* queries = queries_ + first * (dim_ / EACH);
+    multiply<false>(queries, dim_ / EACH, rows, k_, keys_, columns_, weights_, dim_ / EACH, nullptr);
+    float keep[ROWS_AT_ONCE];
+    weigh<ALL>(first, rows, keep);
+    const Factor* weights = reinterpret_cast<const Factor*>(weights_);
+    multiply<true>(weights, columns_, rows, v_, values_, wide_, output_ + first * wide_, (seen + EACH - 1) / EACH, keep);
   }
 
-  // Of two rescaling factors one is always exactly 1.
-  void merge(int64_t row, int64_t part, int64_t rows) {
-    const Vec before = load(maxima_.data() + row, rows), now = load(block_maxima_.data() + part, rows);
-    const Vec both = larger(before, now);
-    const Vec keep = exp(before - both), add = exp(now - both);
-    store(maxima_.data() + row, both, rows);
+  // Turns scores into weights 2^(scaled score - running maximum) and adds them to the rows' totals. What a row had
+  // before counts `keep` times from now on.
+  template <bool ALL>
+  void weigh(int64_t first, int64_t rows, float* keep) {
+    Ints lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    Vec best[8] = {};
     for (int64_t r = 0; r < rows; ++r) {
-      blend(totals_ + (row + r) * LANES, lane_sums_ + (part + r) * LANES, LANES, keep[r], add[r]);
-      blend(output_ + (row + r) * wide_, partial_ + (part + r) * wide_, wide_, keep[r], add[r]);
+      best[r] = broadcast(-INFINITE);
+      for (int64_t i = 0; i < columns_; i += LANES) {
+        Vec score = load(weights_ + r * columns_ + i);
+        if constexpr (!ALL) {
+          score = lane < valid_[first + r] - static_cast<int32_t>(i) ? score : broadcast(-INFINITE);
+          store(weights_ + r * columns_ + i, score);
+        }
+        best[r] = larger(score, best[r]);
+      }
+    }
+    const Vec before = load(maxima_.data() + first, rows);
+    const Vec maximum = larger(max_lanes(best) * scale_, before);
+    const Vec shift = maximum == -INFINITE ? Vec{} : -maximum;  // a row that has not seen anything yet
+    store(maxima_.data() + first, maximum, rows);
+    store(keep, exp2(before + shift), rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      float *weights = weights_ + r * columns_, *total = totals_ + (first + r) * LANES;
+      Vec sum = {};
+      for (int64_t i = 0; i < columns_; i += LANES) {
+        const Vec weight = exp2(fma(load(weights + i), broadcast(scale_), broadcast(shift[r])));
+        sum += weight;
+        // As bfloat16 they take the first half of the row, where the scores have been read already.
+        if constexpr (PAIRS) store(reinterpret_cast<c10::BFloat16*>(weights) + i, weight);
+        else store(weights + i, weight);
+      }
+      store(total, fma(load(total), broadcast(keep[r]), sum));
     }
   }
 
-  static void blend(float* running, const float* fresh, int64_t size, float keep, float add) {
-    for (int64_t i = 0; i < size; i += LANES)
-      store(running + i, fma(load(running + i), broadcast(keep), load(fresh + i) * add));
+  // A product with the current block, read where it lies or as it was converted.
+  template <bool ADDS>
+  void multiply(const Factor* a, int64_t lda, int64_t rows, const T* lies, const Factor* converted, int64_t columns,
+                float* to, int64_t depth, const float* keep) const {
+    if constexpr (!PAIRS) {
+      if (direct_) return product<ADDS>(a, lda, rows, lies, columns, to, depth, keep);
+    }
+    product<ADDS>(a, lda, rows, converted, columns, to, depth, keep);
   }
 
   int64_t dim_, wide_, block_, columns_;
   float scale_;
-  const T *k_ = nullptr, *v_ = nullptr;
+  const T *k_ = nullptr, *v_ = nullptr, *next_k_ = nullptr, *next_v_ = nullptr;
   bool direct_ = false;
-  std::vector<float> maxima_, block_maxima_, memory_;
+  std::vector<float> maxima_;
+  std::vector<int32_t> valid_;
+  std::vector<float> memory_;
   Factor *keys_, *values_, *queries_;
-  float *weights_, *partial_, *output_, *lane_sums_, *totals_;
+  float *weights_, *output_, *totals_;
 };
 
 template <typename T>
@@ -183,27 +201,34 @@ struct Step {
       for (int64_t g = 0; g < group; ++g)
         worker.set_query((row - tile.row_begin) * group + g,
                          q + row * row_stride + (kv_head * group + g) * head_stride);
-    for (int32_t s = tile.span_begin; s < tile.span_end; ++s) follow(spans[s], tile.row_begin, kv_head, worker);
+    const Span* last = spans + tile.span_end - 1;
+    for (int32_t s = tile.span_begin; s < tile.span_end; ++s) follow(spans[s], last, tile.row_begin, kv_head, worker);
     for (int64_t row = tile.row_begin; row < tile.row_end; ++row)
       for (int64_t g = 0; g < group; ++g)
         worker.finish((row - tile.row_begin) * group + g, out + (row * heads + kv_head * group + g) * dim);
   }
 
-  void follow(const Span& span, int64_t first_row, int64_t kv_head, TileWorker<T>& worker) const {
+  int64_t block_at(const Span& span, int64_t index, int64_t kv_head) const {
+    return (tables[span.sequence * width + index] * kv_heads + kv_head) * dim * block;
+  }
+
+  void follow(const Span& span, const Span* last, int64_t first_row, int64_t kv_head, TileWorker<T>& worker) const {
     const auto [least, most] = std::minmax_element(positions + span.row_begin, positions + span.row_end);
     const int64_t end = std::min<int64_t>(span.block_end, *most / block + 1);
     for (int64_t index = span.block_begin; index < end; ++index) {
-      const int64_t at = (tables[span.sequence * width + index] * kv_heads + kv_head) * dim * block;
+      const int64_t at = block_at(span, index, kv_head);
       const int64_t seen = std::min(block, *most + 1 - index * block);
       worker.use_block(k + at, v + at, (span.row_end - span.row_begin) * group, seen);
-      if (*least >= (index + 1) * block - 1) {
-        worker.attend((span.row_begin - first_row) * group, (span.row_end - span.row_begin) * group, block);
-        continue;
-      }
-      for (int64_t row = span.row_begin; row < span.row_end; ++row) {
-        const int64_t valid = std::min(block, positions[row] - index * block + 1);
-        if (valid > 0) worker.attend((row - first_row) * group, group, valid);
-      }
+      const bool more = index + 1 < end, another = more || &span != last;
+      const int64_t next = more      ? block_at(span, index + 1, kv_head)
+                           : another ? block_at((&span)[1], (&span)[1].block_begin, kv_head)
+                                     : 0;
+      worker.expect(another ? k + next : nullptr, v + next);
+      const bool all = block % LANES == 0 && *least >= (index + 1) * block - 1;
+      for (int64_t row = span.row_begin; !all && row < span.row_end; ++row)
+        for (int64_t g = 0; g < group; ++g)
+          worker.set_valid((row - first_row) * group + g, std::min(block, positions[row] - index * block + 1));
+      worker.attend((span.row_begin - first_row) * group, (span.row_end - span.row_begin) * group, seen, all);
     }
   }
 };

@@ -9,6 +9,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -98,6 +99,51 @@ inline Vec exp(Vec x) {
   return x != x ? x : result;
 }
 
+// 2^x with a relative error of about 2e-7; exactly 1 at 0, exactly 0 below -150, not a number for one. x at most 127.
+inline Vec exp2(Vec x) {
+#if defined(__AVX512F__)
+  const Vec bounded = _mm512_max_ps(broadcast(-200.0f), x);
+  const Vec n = _mm512_roundscale_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Vec bounded = x < -200.0f ? broadcast(-200.0f) : x, magic = broadcast(12582912.0f);
+  const Vec n = (bounded + magic) - magic;
+#endif
+  const Vec r = bounded - n;
+  Vec p = broadcast(0.001326472731307149f);
+  p = fma(p, r, broadcast(0.009671512991189957f));
+  p = fma(p, r, broadcast(0.05550733581185341f));
+  p = fma(p, r, broadcast(0.24022242426872253f));
+  p = fma(p, r, broadcast(0.6931470036506653f));
+  p = fma(p, r, broadcast(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, n);
+#else
+  const Vec scaled = (Vec)((Words)p + ((Words)__builtin_convertvector(n, Ints) << 23));
+  return x != x ? x : (x < -125.5f ? Vec{} : scaled);
+#endif
+}
+
+// The largest lane of each of eight vectors, in the lane of its number.
+inline Vec max_lanes(const Vec (&x)[8]) {
+#if defined(__AVX512F__)
+  Vec halves[4], quarters[2];
+  for (int i = 0; i < 4; ++i)
+    halves[i] = _mm512_max_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x44),
+                              _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xee));
+  for (int i = 0; i < 2; ++i)
+    quarters[i] = _mm512_max_ps(_mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0x88),
+                                _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0xdd));
+  const Vec both = _mm512_max_ps(_mm512_shuffle_ps(quarters[0], quarters[1], 0x44),
+                                 _mm512_shuffle_ps(quarters[0], quarters[1], 0xee));
+  const Vec lanes = _mm512_max_ps(both, _mm512_permute_ps(both, 0xb1));
+  return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14), lanes);
+#else
+  Vec lanes = {};
+  for (int i = 0; i < std::min(8, LANES); ++i) lanes[i] = max_lane(x[i]);
+  return lanes;
+#endif
+}
+
 inline Vec load(const float* from) {
   Vec x;
   std::memcpy(&x, from, sizeof(x));
@@ -118,7 +164,12 @@ inline Vec load(const c10::Half* from) {
 
 inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof(x)); }
 
+// Rounds to the nearest, ties to even. The processor's own instruction takes what is below 2^-126 for 0.
 inline void store(c10::BFloat16* to, Vec x) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+  return;
+#endif
   const Words bits = (Words)x;
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const Shorts half = __builtin_convertvector(x != x ? (bits >> 16) | 0x40u : rounded, Shorts);
@@ -149,9 +200,11 @@ inline Vec load(const Pair*) { return {}; }
 #endif
 
 inline Words load_bits(const c10::BFloat16* from, int64_t count) {
+#if defined(__AVX512BF16__)
+  if (count >= LANES) return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#endif
   Shorts bits = {};
-  if (count >= LANES) std::memcpy(&bits, from, sizeof(bits));
-  else std::memcpy(&bits, from, 2 * count);
+  std::memcpy(&bits, from, sizeof(c10::BFloat16) * std::min<int64_t>(count, LANES));
   return __builtin_convertvector(bits, Words);
 }
 
