@@ -5,17 +5,16 @@
 // are computed beside it: rows of one tile only share the block that is loaded, so tiles, threads and shared prefixes
 // change the speed and no bit. Lanes of positions that a row does not see never enter its sums.
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <type_traits>
 #include <vector>
 
 #include "attention.h"
 #include "operators.h"
+#include "pool.h"
 #include "products.h"
 #include "vec.h"
 
@@ -237,11 +236,9 @@ template <typename T>
 void run_tasks(const Step<T>& step, int64_t tiles) {
   int64_t most = 0;
   for (int64_t t = 0; t < tiles; ++t) most = std::max<int64_t>(most, step.tiles[t].row_end - step.tiles[t].row_begin);
-  const int64_t tasks = tiles * step.kv_heads;
-  std::atomic<int64_t> left{tasks};
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), tasks), 1, [&](int64_t, int64_t) {
+  share(tiles * step.kv_heads, [&](Turn& turn) {
     TileWorker<T> worker(most * step.group, step.dim, step.block, step.scale);
-    for (int64_t task; (task = --left) >= 0;) step.run(task / step.kv_heads, task % step.kv_heads, worker);
+    for (int64_t task; turn.take(task);) step.run(task / step.kv_heads, task % step.kv_heads, worker);
   });
 }
 

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "operators.h"
+#include "pool.h"
 
 namespace choral {
 namespace {
@@ -24,12 +25,6 @@ struct alignas(64) Slot {
   std::atomic<int64_t> sequence;
   std::atomic<int64_t> pid;
 };
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 // Waits until another rank has written its part; a dead or silent one raises.
 void wait_for(const Slot& slot, int64_t sequence, int64_t rank, double timeout_s) {

@@ -10,10 +10,10 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <optional>
 
 #include "operators.h"
+#include "pool.h"
 #include "products.h"
 
 namespace choral {
@@ -51,11 +51,10 @@ struct Product {
 
   void run() const {
     const int64_t panels = (columns + PANEL - 1) / PANEL, threads = at::get_num_threads();
-    const int64_t turn = std::max<int64_t>(1, panels / (threads * TURNS));
-    std::atomic<int64_t> next{0};
-    at::parallel_for(0, std::min(threads, panels), 1, [&](int64_t, int64_t) {
-      for (int64_t begin; (begin = next.fetch_add(turn)) < panels;)
-        for (int64_t p = begin; p < std::min(begin + turn, panels); ++p) panel(p);
+    const int64_t size = std::max<int64_t>(1, panels / (threads * TURNS));
+    share((panels + size - 1) / size, [&](Turn& turn) {
+      for (int64_t task; turn.take(task);)
+        for (int64_t p = task * size; p < std::min((task + 1) * size, panels); ++p) panel(p);
     });
   }
 };

@@ -1,24 +1,25 @@
 // Norms, activation, and rotary embedding with the write to the paged cache. One row never looks at another.
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "operators.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace choral {
 namespace {
 
-constexpr int64_t ELEMENTS_PER_TASK = 32768;
+constexpr int64_t ELEMENTS_PER_TASK = 16384;
 constexpr int64_t MAX_DIM = 1024;
 
 template <typename Body>
 void for_rows(int64_t rows, int64_t width, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, ELEMENTS_PER_TASK / std::max<int64_t>(1, width));
-  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) body(row);
+  share((rows + grain - 1) / grain, [&](Turn& turn) {
+    for (int64_t task; turn.take(task);)
+      for (int64_t row = task * grain; row < std::min((task + 1) * grain, rows); ++row) body(row);
   });
 }
 

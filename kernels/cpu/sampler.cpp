@@ -4,16 +4,15 @@
 // gathers the tokens near the maximum that can matter, then finds its threshold by radix selection on keys that order
 // like the logits.
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "draws.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace choral {
@@ -249,10 +248,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample(
   with_dtype(logits, [&](auto zero) {
     using T = decltype(zero);
     const T* from = logits.const_data_ptr<T>();
-    std::atomic<int64_t> next{0};
-    at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
+    share(count, [&](Turn& turn) {
       Sampler sampler(size);
-      for (int64_t draw; (draw = next++) < count;)
+      for (int64_t draw; turn.take(draw);)
         run_draw(sampler, from + draws.rows[draw] * size, size, draws, draw, results);
     });
   });

@@ -243,6 +243,17 @@ def test_ids_outside_the_vocabulary_are_refused(kernels: str):
         ops.sample(noise(1, 64), batch(1, banned_starts=banned_starts, banned_ids=banned_ids))
 
 
+def test_an_error_in_one_of_many_draws_is_raised_and_is_over_then(kernels: str):
+    torch.set_num_threads(2)
+    logits = noise(1, 2100)
+    expected = many(40, logits[0])
+    starts, ids = lists([[]] * 17 + [[2100]] + [[]] * 22)
+    for _ in range(20):
+        with pytest.raises((RuntimeError, IndexError)):
+            many(40, logits[0], banned_starts=starts, banned_ids=ids)
+        assert torch.equal(many(40, logits[0]), expected)
+
+
 def test_c2_draws_do_not_depend_on_each_other(kernels: str):
     logits = noise(12, 2100)
     settings = {
