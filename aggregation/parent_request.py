@@ -48,8 +48,11 @@ class ParentRequest:
         base = prompt_number * len(self.samples)
         return tuple(ChildSpec(base + k, sample) for k, sample in enumerate(self.samples))
 
-    def family(self, prompt_number: int, children: Sequence[ChildSpec], sink: str) -> FamilyRequest:
-        """The message that places `children` of one prompt on a group, reporting to the aggregator named `sink`."""
+    def family(self, prompt_number: int, children: Sequence[ChildSpec], sink: str, *, stream: bool) -> FamilyRequest:
+        """The message that places `children` of one prompt on a group, reporting to the aggregator named `sink`.
+
+        Stop strings are found where the text is, so with them tokens are wanted even without `stream`.
+        """
         return FamilyRequest(
             parent_id=self.parent_id,
             prompt_number=prompt_number,
@@ -57,4 +60,5 @@ class ParentRequest:
             children=tuple(children),
             params=self.params,
             sink=sink,
+            stream=stream or bool(self.text.stop),
         )

@@ -147,6 +147,9 @@ class EngineDriver:
 
     def _take_calls(self) -> bool:
         """Run the calls that wait, after sleeping while there is nothing to do; False when told to stop."""
+        if not self._engine.has_work:
+            for outbox in self._outboxes.values():
+                outbox.flush()
         with self._wake:
             if not self._calls and not self._engine.has_work and not self._stopping:
                 self._wake.wait(self._idle_s)

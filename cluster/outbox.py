@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from workers.outputs import ChildRef, ParentDelta, StepOutput
+from workers.outputs import ChildRef, Haste, ParentDelta, StepOutput
 
-PARENTS_AT_ONCE, SLOWEST = 8, 5.0
+PARENTS_AT_ONCE, CHILDREN_AT_ONCE, SLOWEST = 8, 32, 5.0
 
 
-def pace(parents: int) -> float:
-    """Intervals to wait after a push: its way to the clients costs per parent, and takes that from the model."""
-    return min(1 + parents / PARENTS_AT_ONCE, SLOWEST) if parents > 1 else 1.0
+def pace(parents: int, children: int) -> float:
+    """Intervals to wait after a push: its way to the clients costs per parent and child, taken from the model."""
+    return min(1 + (parents - 1) / PARENTS_AT_ONCE + (children - 1) / CHILDREN_AT_ONCE, SLOWEST)
 
 
 class OutputSink(Protocol):
@@ -41,8 +41,8 @@ class ActorSink:
 class Outbox:
     """`on_stop` gets the children to stop, `on_lost` the error when the sink cannot be reached any more.
 
-    What can wait does so for `interval_s` after the push before it, longer if that carried many parents, or until the
-    next `add` after that.
+    What can wait does so for `interval_s` after the push before it, longer if that carried much, or until the next
+    `add` after that; see `Haste`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Outbox:
         self._in_flight = False
         self._interval_s = interval_s
         self._clock = clock
-        self._urgent = False
+        self._haste = Haste.NONE
         self._due = clock()
 
     @property
@@ -77,17 +77,26 @@ class Outbox:
             if self._pending is None:
                 self._pending = StepOutput(self._group)
             for parent in parents:
-                self._urgent |= parent.urgent
+                self._haste = max(self._haste, parent.haste)
                 self._pending.fold(parent)
+        self._send()
+
+    def flush(self) -> None:
+        """Send what waits for more to come: there is none."""
+        with self._lock:
+            if self._pending is not None:
+                self._haste = Haste.NOW
         self._send()
 
     def _send(self) -> None:
         with self._lock:
             now = self._clock()
-            if self._in_flight or self._pending is None or not (self._urgent or now >= self._due):
+            wanted = Haste.SOON if now >= self._due else Haste.NOW
+            if self._in_flight or self._pending is None or self._haste < wanted:
                 return
             output, self._pending, self._in_flight = self._pending, None, True
-            self._urgent, self._due = False, now + self._interval_s * pace(len(output.parents))
+            children = sum(len(parent.children) for parent in output.parents.values())
+            self._haste, self._due = Haste.NONE, now + self._interval_s * pace(len(output.parents), children)
         self._sink.push(output).add_done_callback(self._pushed)
 
     def _pushed(self, future: "Future[list[ChildRef]]") -> None:

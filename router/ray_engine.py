@@ -166,13 +166,13 @@ class RayEngine:
         """Place every family, open the parent, send one call per group. Raises NoHealthyGroupError."""
         if self._draining:
             raise NoHealthyGroupError("the server is shutting down")
-        by_group = self._place(parent, range(len(parent.prompts)))
+        by_group = self._place(parent, range(len(parent.prompts)), stream=stream)
         await self._aggregator.open.remote(parent, stream=stream, placement=_placement(by_group))
         for _ in range(PLACE_ROUNDS):
             if not (refused := await self._send(by_group)):
                 return
             await self.refresh()
-            by_group = self._place(parent, refused)
+            by_group = self._place(parent, refused, stream=stream)
             await self._aggregator.place.remote(parent.parent_id, _placement(by_group))
         raise NoHealthyGroupError("every group is leaving")
 
@@ -207,7 +207,7 @@ class RayEngine:
         """
         return asyncio.get_running_loop().create_task(call, context=self._context.copy())
 
-    def _place(self, parent: ParentRequest, prompts: Iterable[int]) -> dict[str, list[FamilyRequest]]:
+    def _place(self, parent: ParentRequest, prompts: Iterable[int], *, stream: bool) -> dict[str, list[FamilyRequest]]:
         """The families of these prompts by the group chosen for each. Raises NoHealthyGroupError."""
         by_group: defaultdict[str, list[FamilyRequest]] = defaultdict(list)
         for number in prompts:
@@ -217,7 +217,7 @@ class RayEngine:
                 group = self._dispatcher.place(parent.parent_id, indices, tokens)
             except NoGroupError as error:
                 raise NoHealthyGroupError("no group is ready") from error
-            by_group[group].append(parent.family(number, children, self._sink))
+            by_group[group].append(parent.family(number, children, self._sink, stream=stream))
         return by_group
 
     async def _submit(self, group: str, families: list[FamilyRequest]) -> bool:

@@ -18,6 +18,7 @@ from workers.outputs import (
     ChildRef,
     FamilyRequest,
     FinishReason,
+    Haste,
     ParentDelta,
     PromptReport,
     TokenLogprobs,
@@ -116,10 +117,15 @@ class Engine:
         outputs: Outputs = {}
         for chunk in drawing:
             if chunk.child is None:
-                _delta(outputs, chunk.family).prompts.append(_report(chunk.family))
+                delta = _delta(outputs, chunk.family)
+                delta.prompts.append(_report(chunk.family))
+                delta.haste = Haste.NOW if chunk.family.request.stream else Haste.NONE
                 chunk.family.forked = True
         for child, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
-            _delta(outputs, child.family).add(self._advance(child, token, logprobs))
+            advanced = self._advance(child, token, logprobs)
+            delta = _delta(outputs, child.family)
+            delta.add(advanced)
+            delta.haste = max(delta.haste, _haste(child.family, advanced))
         return outputs
 
     def _advance(self, child: Sequence, token: int, logprobs: TokenLogprobs | None) -> ChildDelta:
@@ -138,7 +144,9 @@ class Engine:
         for family in list(self.scheduler.families.values()):
             for child in family.live:
                 delta = ChildDelta(child.index, finish_reason=FinishReason.ERROR, error=message)
-                _delta(outputs, family).add(delta)
+                mine = _delta(outputs, family)
+                mine.add(delta)
+                mine.haste = Haste.NOW
             self._finish(family.children)
         return outputs
 
@@ -158,6 +166,14 @@ class Engine:
 def _delta(outputs: Outputs, family: Family) -> ParentDelta:
     parents = outputs.setdefault(family.request.sink, {})
     return parents.setdefault(family.request.parent_id, ParentDelta(family.request.parent_id))
+
+
+def _haste(family: Family, delta: ChildDelta) -> Haste:
+    """A whole reply is complete with its last child only; the others it can do without until a push is due."""
+    stream = family.request.stream
+    if delta.finish_reason is None:
+        return Haste.SOON if stream else Haste.NONE
+    return Haste.NOW if stream or family.num_live == 0 else Haste.SOON
 
 
 def _report(family: Family) -> PromptReport:

@@ -5,7 +5,7 @@ field and a child an integer beside it; no id is ever built from another or pars
 """
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from workers.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ class FamilyRequest:
     """The children of one prompt of one parent, placed on one group.
 
     A parent with several prompts is several families; `prompt_number` enters the noise. `sink` names the aggregator
-    that gets the deltas.
+    that gets the deltas. Without `stream` nobody reads a child before it has finished.
     """
 
     parent_id: str
@@ -48,6 +48,7 @@ class FamilyRequest:
     children: tuple[ChildSpec, ...]
     params: SamplingParams
     sink: str
+    stream: bool = True
 
 
 class TokenLogprobs(NamedTuple):
@@ -90,16 +91,23 @@ class PromptReport(NamedTuple):
     cached_tokens: int
 
 
+class Haste(IntEnum):
+    """When a delta has to leave its group, by what its parent's client can do with it."""
+
+    NONE = 0
+    """With the next push: tokens nobody reads yet."""
+    SOON = 1
+    """When the next push is due."""
+    NOW = 2
+    """First tokens, and what ends something a client waits for."""
+
+
 @dataclass(slots=True)
 class ParentDelta:
     parent_id: str
     children: dict[int, ChildDelta] = field(default_factory=dict)
     prompts: list[PromptReport] = field(default_factory=list)
-
-    @property
-    def urgent(self) -> bool:
-        """Whether a client waits for it: first tokens come with the prompt's report, and finishes end something."""
-        return bool(self.prompts) or any(child.finish_reason is not None for child in self.children.values())
+    haste: Haste = Haste.NONE
 
     def add(self, delta: ChildDelta) -> None:
         if (known := self.children.get(delta.index)) is None:
@@ -122,5 +130,6 @@ class StepOutput:
         """Fold what a parent gained in a later step into this output, child by child."""
         mine = self.parent(later.parent_id)
         mine.prompts += later.prompts
+        mine.haste = max(mine.haste, later.haste)
         for child in later.children.values():
             mine.add(child)

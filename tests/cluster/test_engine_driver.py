@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ class Sink:
         self.finishes: list[FinishReason] = []
         self.errors: list[str | None] = []
         self.done = threading.Event()
+        self.pushes = 0
         self._wanted = wanted
         self._stop = stop
 
     def push(self, output: StepOutput) -> Future[list[ChildRef]]:
+        self.pushes += 1
         refs = []
         for parent in output.parents.values():
             for child in parent.children.values():
@@ -67,6 +70,29 @@ def test_drain_returns_when_every_token_of_every_child_has_reached_its_sink(lab:
     assert sink.finishes == [FinishReason.LENGTH] * 3
     driver.stop()
     driver.drain()
+
+
+def test_a_family_nobody_reads_before_it_is_whole_is_pushed_when_it_is(lab: Lab):
+    driver, sink = drive(lab.engine()), Sink(3)
+    request = replace(family("p", [1, 2, 3], range(3), max_tokens=40, ignore_eos=True), stream=False)
+    driver.submit([request], sink).result(10)
+    assert sink.done.wait(20)
+    assert sink.pushes == 1 and [len(tokens) for tokens in sink.tokens.values()] == [40] * 3
+    driver.stop()
+
+
+def test_drain_returns_when_what_nobody_read_was_aborted(lab: Lab):
+    driver, sink = drive(lab.engine()), Sink(99)
+    request = replace(family("p", [1, 2, 3], range(3), max_tokens=100, ignore_eos=True), stream=False)
+    driver.submit([request], sink).result(10)
+    while not driver.stats["generation_tokens_total"]:
+        pass
+    driver.call(lambda engine: engine.abort([ChildRef("p", index) for index in range(3)])).result(10)
+    drained = threading.Thread(target=driver.drain, daemon=True)
+    drained.start()
+    drained.join(10)
+    assert not drained.is_alive()
+    driver.stop()
 
 
 def test_a_refused_family_fails_its_call_and_nothing_else(lab: Lab):

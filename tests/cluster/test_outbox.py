@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 
 from cluster.outbox import Outbox, pace
-from workers.outputs import ChildDelta, ChildRef, FinishReason, ParentDelta, PromptReport, StepOutput
+from workers.outputs import ChildDelta, ChildRef, Haste, ParentDelta, StepOutput
 
 
 class SlowSink:
@@ -19,8 +19,8 @@ class SlowSink:
         return self.futures[-1]
 
 
-def delta(parent: str, index: int, *tokens: int) -> ParentDelta:
-    return ParentDelta(parent, {index: ChildDelta(index, list(tokens))})
+def delta(parent: str, index: int, *tokens: int, haste: Haste = Haste.SOON) -> ParentDelta:
+    return ParentDelta(parent, {index: ChildDelta(index, list(tokens))}, haste=haste)
 
 
 def outbox(sink: SlowSink) -> tuple[Outbox, list[list[ChildRef]], list[BaseException]]:
@@ -79,22 +79,39 @@ def test_tokens_share_a_push_but_first_and_last_ones_do_not_wait():
     now = 1.0
     assert add(delta("p", 0, 4)) == 2
     assert sink.pushed[1].parents["p"].children[0].token_ids == [2, 3, 4]
-    assert add(ParentDelta("q", {0: ChildDelta(0, [5])}, [PromptReport(0, 1, 0)])) == 3
+    assert add(delta("q", 0, 5, haste=Haste.NOW)) == 3
     assert add(delta("p", 0, 6)) == 3
-    assert add(ParentDelta("p", {0: ChildDelta(0, [7], finish_reason=FinishReason.LENGTH)})) == 4
+    assert add(delta("p", 0, 7, haste=Haste.NOW)) == 4
     assert sink.pushed[3].parents["p"].children[0].token_ids == [6, 7]
     assert box.empty
+
+
+def test_tokens_nobody_reads_yet_go_with_others_or_at_the_end():
+    now = 0.0
+    sink = SlowSink()
+    box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: now)
+    box.add([delta("p", 0, 1, haste=Haste.NONE)])
+    now = 9.0
+    box.add([delta("p", 0, 2, haste=Haste.NONE)])
+    assert not sink.pushed
+    box.add([delta("q", 0, 1)])
+    assert [sorted(output.parents) for output in sink.pushed] == [["p", "q"]]
+    sink.futures[0].set_result([])
+    box.add([delta("p", 0, 3, haste=Haste.NONE)])
+    assert len(sink.pushed) == 1 and not box.empty
+    box.flush()
+    assert sink.pushed[1].parents["p"].children[0].token_ids == [3]
 
 
 def test_what_must_not_wait_follows_a_push_that_was_in_flight():
     sink = SlowSink()
     box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: 0.0)
     box.add([delta("p", 0, 1)])
-    box.add([ParentDelta("p", {0: ChildDelta(0, [2], finish_reason=FinishReason.STOP)})])
+    box.add([delta("p", 0, 2, haste=Haste.NOW)])
     sink.futures[0].set_result([])
     assert len(sink.pushed) == 2
 
 
-def test_pushes_of_many_parents_are_rarer_up_to_a_bound():
-    paces = [pace(parents) for parents in (1, 2, 8, 32, 1000)]
-    assert paces == [1.0, 1.25, 2.0, 5.0, 5.0]
+def test_pushes_that_carry_much_are_rarer_up_to_a_bound():
+    assert [pace(parents, parents) for parents in (1, 33, 1000)] == [1.0, 5.0, 5.0]
+    assert [pace(1, children) for children in (1, 33, 1000)] == [1.0, 2.0, 5.0]
