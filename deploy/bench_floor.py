@@ -1,7 +1,9 @@
-"""How far a decoding step of the engine is above its floor: the matrix products of the same step, alone.
+"""How far a decoding step of the engine is above its floor, the matrix products of the same step alone; and what it
+costs that a child's bits do not depend on its batch: the products of a library that promises nothing of the kind, and
+the step with attention merged over chunks four times as long.
 
-Runs the engine in a plain process, without Ray and HTTP; steps and products take turns, so that both see the same
-machine. `measure_floor` does it in a process of its own with a rank's environment. Called by the bench's command.
+Runs the engine in a plain process, without Ray and HTTP; all of it takes turns, so that it sees the same machine.
+`measure_floor` does it in a process of its own with a rank's environment. Called by the bench's command.
 """
 
 import json
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from kernels.linear import PackedLinear
 from workers.config import EngineConfig
@@ -31,6 +34,7 @@ PROMPT_LEN = 128
 STEPS = 48
 """Decoding steps measured, after a few that are not."""
 UNCOUNTED = 4
+LONG_CHUNKS = 4
 
 Clock = Callable[[], float]
 
@@ -46,10 +50,22 @@ class StepTime:
     n: int
     step_s: float
     products_s: float
+    library_s: float
+    long_chunks_s: float
 
     @property
     def ratio(self) -> float:
         return self.step_s / self.products_s
+
+    @property
+    def products_cost(self) -> float:
+        """Of exactness: our products over the library's."""
+        return self.products_s / self.library_s
+
+    @property
+    def chunks_cost(self) -> float:
+        """Of exactness: the step over one with longer chunks."""
+        return self.step_s / self.long_chunks_s
 
 
 def measure_floor(folder: Path) -> list[StepTime]:
@@ -77,15 +93,18 @@ def step_floor(
     steps: int = STEPS,
     clock: Clock = time.perf_counter,
 ) -> list[StepTime]:
-    """Step time of a family of each size in `sizes`, and the time of its matrix products alone.
+    """Step time of a family of each size in `sizes`, and the times it is compared with.
 
     The products are those of the model's own packed linears, one call each. Raises ValueError for a bad folder.
     """
     config = EngineConfig(model_folder=str(folder), prefix_cache=False)
-    blocks = 2 + max(sizes) * (2 + (prompt_len + steps + UNCOUNTED) // config.block_size)
-    config = replace(config, kv_blocks=blocks)
-    runner = ModelRunner(config, Communicator())
-    return [_measure(Engine(config, runner), runner.model, n, prompt_len, steps, clock) for n in sizes]
+    tokens = prompt_len + steps + UNCOUNTED
+    runners = []
+    for size in (config.block_size, config.block_size * LONG_CHUNKS):
+        sized = replace(config, block_size=size, kv_blocks=2 + max(sizes) * (2 + tokens // size))
+        runners.append((sized, ModelRunner(sized, Communicator())))
+    model = runners[0][1].model
+    return [_measure([Engine(*runner) for runner in runners], model, n, prompt_len, steps, clock) for n in sizes]
 
 
 def linears(model: CausalLM) -> list[PackedLinear]:
@@ -94,15 +113,17 @@ def linears(model: CausalLM) -> list[PackedLinear]:
     return [*(part for w in layers for part in (w.qkv, w.out, w.gate_up, w.down)), model.head.local]
 
 
-def _measure(engine: Engine, model: CausalLM, n: int, prompt_len: int, steps: int, clock: Clock) -> StepTime:
-    products = _products(model, n)
-    total = steps + UNCOUNTED
-    engine.submit([_family(n, [1 + place % (engine.vocab_size - 1) for place in range(prompt_len)], total + 1)])
-    while engine.stats()["generation_tokens_total"] < n:
-        engine.step()
-    times = [(_timed(engine.step, clock), _timed(products, clock)) for _ in range(total)]
-    step_s, products_s = (statistics.median(each) for each in zip(*times[UNCOUNTED:], strict=True))
-    return StepTime(n, step_s, products_s)
+def _measure(engines: Sequence[Engine], model: CausalLM, n: int, prompt_len: int, steps: int, clock: Clock) -> StepTime:
+    prompt = [1 + place % (engines[0].vocab_size - 1) for place in range(prompt_len)]
+    for engine in engines:
+        engine.submit([_family(n, prompt, steps + UNCOUNTED + 1)])
+        before = engine.stats()["generation_tokens_total"]
+        while engine.stats()["generation_tokens_total"] < before + n:
+            engine.step()
+    ours, long_chunks = (engine.step for engine in engines)
+    turns = (ours, _products(model, n, _own), _products(model, n, _library), long_chunks)
+    times = [[_timed(turn, clock) for turn in turns] for _ in range(steps + UNCOUNTED)]
+    return StepTime(n, *(statistics.median(each) for each in zip(*times[UNCOUNTED:], strict=True)))
 
 
 def _family(n: int, prompt: Sequence[int], max_tokens: int) -> FamilyRequest:
@@ -110,18 +131,35 @@ def _family(n: int, prompt: Sequence[int], max_tokens: int) -> FamilyRequest:
     return FamilyRequest("floor", 0, tuple(prompt), tuple(ChildSpec(i, i) for i in range(n)), params, "floor")
 
 
-def _products(model: CausalLM, rows: int) -> Callable[[], object]:
-    """A function that runs each linear once on `rows` rows of random input."""
-    pairs = [(linear, _random(rows, linear)) for linear in linears(model)]
+Product = Callable[[torch.Tensor], object]
+
+
+def _products(model: CausalLM, rows: int, product: Callable[[PackedLinear], Product]) -> Callable[[], object]:
+    """A function that runs each linear of the model once on `rows` rows of random input."""
+    pairs = [(product(linear), _random(rows, linear)) for linear in linears(model)]
 
     @torch.inference_mode()
     def run() -> None:
-        for linear, x in pairs:
-            linear(x)
+        for multiply, x in pairs:
+            multiply(x)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
 
     return run
+
+
+def _own(linear: PackedLinear) -> Product:
+    return linear
+
+
+@torch.inference_mode()
+def _library(linear: PackedLinear) -> Product:
+    """A product of the same shape as torch computes it, with oneDNN's packed weights where there is oneDNN."""
+    weight = torch.zeros(linear.out_features, linear.in_features, dtype=linear.dtype, device=linear.device)
+    if linear.device.type != "cpu" or not torch._C._has_mkldnn:
+        return lambda x: F.linear(x, weight)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return lambda x: torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
 
 
 def _random(rows: int, linear: PackedLinear) -> torch.Tensor:

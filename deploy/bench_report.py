@@ -200,16 +200,22 @@ def _words(name: str) -> str:
 
 
 def floor_lines(floor: "Sequence[StepTime]") -> list[str]:
-    """The engine's step over its floor, a line per size of the family."""
+    """The engine's step over its floor, and what exactness costs, for each size of the family."""
     return [
-        f"engine step, n {at.n}: {at.step_s * 1000:.1f} ms, its matrix products alone {at.products_s * 1000:.1f} ms, "
-        f"ratio {at.ratio:.2f}"
+        line
         for at in floor
+        for line in (
+            f"engine step, n {at.n}: {at.step_s * 1000:.1f} ms, its matrix products alone {at.products_s * 1000:.1f} "
+            f"ms, ratio {at.ratio:.2f}",
+            f"cost of exactness, n {at.n}: products {at.products_cost:.2f} of the library's, "
+            f"step {at.chunks_cost:.2f} of that with longer chunks",
+        )
     ]
 
 
 def floor_json(floor: "Sequence[StepTime]") -> list[dict[str, float]]:
-    return [asdict(at) | {"ratio": at.ratio} for at in floor]
+    costs = ("ratio", "products_cost", "chunks_cost")
+    return [asdict(at) | {name: getattr(at, name) for name in costs} for at in floor]
 
 
 def as_json(workload: Workload, servers: Sequence[dict[str, str]], results: Sequence[RowResult]) -> dict[str, Any]:

@@ -113,12 +113,13 @@ def test_a_server_of_its_own_gets_a_free_port_and_is_stopped(bench_server, capsy
 
     monkeypatch.setattr(deploy.bench, "running_cluster", running_cluster)
     monkeypatch.setattr("workers.checkpoint.resolve", lambda model: f"folder of {model}")
-    monkeypatch.setattr("deploy.bench_floor.measure_floor", lambda folder: [StepTime(8, 3.0, 2.0)])
+    monkeypatch.setattr("deploy.bench_floor.measure_floor", lambda folder: [StepTime(8, 3.0, 2.0, 4.0, 6.0)])
     assert run_bench(parse("--serve", "--groups", "2", "--model", "m", *SMALL, "--floor", "--json", "-")) == 0
     config, stopped = seen
     assert (config.port, config.groups, stopped) == (0, 2, "stopped")
     written = json.loads(capsys.readouterr().out)
-    assert written["floor"] == [{"n": 8, "step_s": 3.0, "products_s": 2.0, "ratio": 1.5}]
+    times = {"step_s": 3.0, "products_s": 2.0, "library_s": 4.0, "long_chunks_s": 6.0}
+    assert written["floor"] == [{"n": 8, **times, "ratio": 1.5, "products_cost": 0.5, "chunks_cost": 0.5}]
     assert {body["model"] for _, body in bench_server.requests} == {"own"}
 
 

@@ -21,18 +21,18 @@ def test_the_floor_multiplies_by_every_weight_of_the_model_once(name, tiny_check
 
 
 def test_steps_and_products_are_timed_apart_and_the_median_taken(tiny_checkpoint):
-    # A step takes 3 and then 5, products take 1 and then 2: the last steps outweigh the first.
-    durations = itertools.chain.from_iterable(((3, 1),) * 8 + ((5, 2),) * 200)
+    # A step takes 3 and then 5, and so on: the last steps outweigh the first.
+    durations = itertools.chain.from_iterable(((3, 1, 7, 9),) * 8 + ((5, 2, 4, 10),) * 200)
     moments = itertools.accumulate(itertools.chain.from_iterable((0, duration) for duration in durations))
     found = step_floor(tiny_checkpoint("llama"), (3,), prompt_len=20, steps=16, clock=lambda: float(next(moments)))
-    assert found == [StepTime(3, 5.0, 2.0)]
-    assert found[0].ratio == 2.5
+    assert found == [StepTime(3, 5.0, 2.0, 4.0, 10.0)]
+    assert (found[0].ratio, found[0].products_cost, found[0].chunks_cost) == (2.5, 0.5, 0.5)
 
 
 def test_it_runs_in_a_process_of_its_own(tiny_checkpoint):
     found = measure_floor(tiny_checkpoint("llama"))
     assert [at.n for at in found] == [8, 32]
-    assert all(min(at.step_s, at.products_s) > 0 for at in found)
+    assert all(min(at.step_s, at.products_s, at.library_s, at.long_chunks_s) > 0 for at in found)
 
 
 def test_what_goes_wrong_there_is_told(tmp_path):
