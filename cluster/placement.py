@@ -11,6 +11,9 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.group_router import PinnedRequestRouter
 
+GROUPS = "groups"
+"""The deployment's name."""
+
 RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "3000"}
 """How long OpenMP threads spin for the next task before they sleep. By default they spin so long that they fight with
 router, aggregator and client for the cores: with one core taken by another process a step took 25 times as long. To
@@ -43,7 +46,7 @@ def group_options(config: ClusterConfig, device: str) -> dict[str, Any]:
 
     one = bundles(config, device)
     return {
-        "name": "groups",
+        "name": GROUPS,
         "num_replicas": config.groups,
         "placement_group_bundles": one,
         "placement_group_strategy": config.placement,

@@ -24,10 +24,10 @@ from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, DeploymentStatus, LoggingConfig
 
 from cluster.config import ClusterConfig
-from cluster.placement import PlacementError, wait_for_room
+from cluster.placement import GROUPS, PlacementError, wait_for_room
 from deploy.application import application, check_model, cluster_device
 from deploy.serve_config import APP
 from kernels import ops
@@ -114,16 +114,21 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     try:
         with _interrupts_held():
             _start_ray(config, device, say)
+        marks = {"Ray": time.monotonic()}
         device = cluster_device(config) if config.address else device
         wait_for_room(config, device, say)
         _deploy(config, port, device)
-        _wait_until_running(say)
+        marks["Serve"] = time.monotonic()
+        marks["groups"] = _wait_until_running(say)
+        marks["router"] = time.monotonic()
     except BaseException as error:
         _stop(config.address is None)
         if isinstance(error, PlacementError):
             raise StartError(str(error)) from error
         raise
-    say(f"ready after {time.monotonic() - started:.1f} s")
+    begins = [started, *marks.values()]
+    parts = ", ".join(f"{part} {end - begin:.1f}" for begin, (part, end) in zip(begins, marks.items(), strict=False))
+    say(f"ready after {begins[-1] - started:.1f} s ({parts})")
     return RunningCluster(config, port, config.served_name or folder.name)
 
 
@@ -228,16 +233,28 @@ def app_status() -> ApplicationStatus | None:
     return app.status if app else None
 
 
-def _wait_until_running(say: Say) -> None:
-    """Raises StartError with Serve's message when the deployment fails, or when it takes too long."""
+def _wait_until_running(say: Say) -> float:
+    """Returns the monotonic time at which the groups were ready; the router was after them.
+
+    Raises StartError with Serve's message when the deployment fails, or when it takes too long.
+    """
     say("loading the model")
     deadline = time.monotonic() + DEPLOY_TIMEOUT_S
+    groups_ready = None
     while (status := app_status()) is not ApplicationStatus.RUNNING:
         if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             raise StartError(_failure())
         if time.monotonic() > deadline:
             raise StartError(f"the groups were not ready after {DEPLOY_TIMEOUT_S:.0f} s")
+        if groups_ready is None and _groups_healthy():
+            groups_ready = time.monotonic()
         time.sleep(0.1)
+    return groups_ready or time.monotonic()
+
+
+def _groups_healthy() -> bool:
+    deployments = serve.status().applications[APP].deployments
+    return GROUPS in deployments and deployments[GROUPS].status is DeploymentStatus.HEALTHY
 
 
 def _failure() -> str:

@@ -21,6 +21,7 @@ from ray.serve.schema import ApplicationStatus
 from aggregation.parent_request import ParentRequest
 from aggregation.results import ParentResult, ParentUpdate
 from cluster.config import ClusterConfig
+from cluster.placement import GROUPS
 from deploy.app import RunningCluster, Say, StartError, app_status, connect, start
 from deploy.errors import CommandError
 from deploy.serve_config import APP
@@ -46,7 +47,7 @@ class JobEngine:
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
-        self._groups = serve.get_deployment_handle("groups", APP)
+        self._groups = serve.get_deployment_handle(GROUPS, APP)
         self._replacing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._engine: RayEngine | None = None
