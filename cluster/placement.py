@@ -15,10 +15,8 @@ GROUPS = "groups"
 """The deployment's name."""
 
 RANK_ENVIRONMENT = {"GOMP_SPINCOUNT": "3000"}
-"""How long OpenMP threads spin for the next task before they sleep. By default they spin so long that they fight with
-router, aggregator and client for the cores: with one core taken by another process a step took 25 times as long. To
-sleep at once (OMP_WAIT_POLICY=PASSIVE) costs about a third of a quiet step; this costs nothing there, and at most
-doubles a step on a busy machine."""
+"""How long torch's OpenMP threads spin for the next task before they sleep. By default so long that they take the
+cores from the kernels' own threads, router, aggregator and client."""
 
 
 class PlacementError(Exception):

@@ -82,14 +82,17 @@ class DecoderStack:
         """Whether a step of so many tokens fits the memory the ranks share."""
         return self._shared is None or self._shared.fits(rows, self._widest, dtype)
 
-    def __call__(self, hidden: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        """Embedded tokens [T, H] through all layers; [T, H] after the last norm."""
+    def __call__(self, hidden: Tensor, batch: AttentionBatch, kv: KVCache, rows: Tensor) -> Tensor:
+        """Embedded tokens [T, H] through all layers; [R, H] after the last norm, of the `rows` [R] in ascending order.
+
+        What only the others need is left out.
+        """
         memory: Tensor | None = None
         rank, sequence, timeout_s = 0, 0, 0.0
         if self._shared is not None:
             memory, rank, sequence, timeout_s = self._shared.reserve(GATHERS_PER_LAYER * kv.k.shape[0])
         out: Tensor = cpu_kernels(hidden.device).decode_layers(
-            hidden, self._weights, self._columns, self._cos_sin, batch.positions, batch.slots, batch.block_tables,
+            hidden, rows, self._weights, self._columns, self._cos_sin, batch.positions, batch.slots, batch.block_tables,
             *batch.plan, kv.k, kv.v, kv.k.shape[3] ** -0.5, self._eps, memory, self._widths, rank, sequence, timeout_s,
         )  # fmt: skip
         return out

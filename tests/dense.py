@@ -25,8 +25,8 @@ class OneSequence:
             config.num_layers, blocks, model.local_kv_heads, config.head_dim, BLOCK, model.dtype, model.device
         )
 
-    def feed(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Compute the next tokens: their logits [T, V]."""
+    def feed(self, tokens: Sequence[int], rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the next tokens: their logits [T, V], or those of some rows."""
         positions = torch.arange(self.computed, self.computed + len(tokens))
         self.computed += len(tokens)
         slots = self.table[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
@@ -38,7 +38,7 @@ class OneSequence:
             slots,
             self.kv,
         )
-        return self.model.logits(self.model.forward(torch.tensor(tokens), batch, self.kv))
+        return self.model.logits(self.model.forward(torch.tensor(tokens), batch, self.kv, rows))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,15 +129,20 @@ class CausalLM:
         return self.plan.kv_heads.sizes[self.comm.rank]
 
     @torch.inference_mode()
-    def forward(self, token_ids: torch.Tensor, batch: ops.AttentionBatch, kv: ops.KVCache) -> torch.Tensor:
-        """int64 [T] tokens of all sequences of the batch to hidden states [T, H], after the final norm."""
+    def forward(
+        self, token_ids: torch.Tensor, batch: ops.AttentionBatch, kv: ops.KVCache, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int64 [T] tokens of all sequences of the batch to hidden states [R, H] after the final norm.
+
+        `rows`, int64 [R] ascending, are those wanted; by default all.
+        """
         residual = self.embedding(token_ids)
         if self.stack is not None and self.stack.takes(len(token_ids), self.dtype):
-            return self.stack(residual, batch, kv)
+            return self.stack(residual, batch, kv, torch.arange(len(token_ids)) if rows is None else rows)
         x = ops.rms_norm(residual, self.first_norm, self.config.rms_norm_eps)
         for layer in self.layers:
             x, residual = layer(x, residual, self.cos_sin, batch, kv)
-        return x
+        return x if rows is None else x[rows]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -124,10 +124,9 @@ class ModelRunner:
             self.kv,
             share_prefix=self.share_prefix,
         )
-        hidden = self.model.forward(sent(step.token_ids, self.device), batch, self.kv)
-        if not step.logit_rows.numel():
-            return None
-        return self.model.logits(hidden[sent(step.logit_rows, self.device)])
+        rows = sent(step.logit_rows, self.device)
+        hidden = self.model.forward(sent(step.token_ids, self.device), batch, self.kv, rows)
+        return self.model.logits(hidden) if len(rows) else None
 
     def _logits(self, token_ids: Tensor, batch: ops.AttentionBatch) -> Tensor:
         """Logits of every row of a batch."""

@@ -121,7 +121,8 @@ class TileWorker {
     float keep[ROWS_AT_ONCE];
     weigh<ALL>(first, rows, keep);
     const Factor* weights = reinterpret_cast<const Factor*>(weights_);
-    multiply<true>(weights, columns_, rows, v_, values_, wide_, output_ + first * wide_, (seen + EACH - 1) / EACH, keep);
+    const int64_t depth = (seen + EACH - 1) / EACH;
+    multiply<true>(weights, columns_, rows, v_, values_, wide_, output_ + first * wide_, depth, keep);
   }
 
   // Turns scores into weights 2^(scaled score - running maximum) and adds them to the rows' totals. What a row had

@@ -39,13 +39,16 @@ at::Tensor normed_heads(const at::Tensor& heads, const Optional& weight, double 
 
 }  // namespace
 
-// hidden [T, H], the embedded tokens, through all layers; returns [T, H] after the last norm. `weights` holds the
-// first norm, then those of `Layer` for each layer in turn; `columns` how many outputs its four linears have. `widths` are three lists of a group's cuts, one after the
-// other: attention columns, hidden columns, feed-forward columns; they count only with shared `memory`.
+// hidden [T, H], the embedded tokens, through all layers; returns [R, H] after the last norm: those of `wanted` [R],
+// and only they are computed once the last layer's keys are written. `weights` holds the first norm, then those of
+// `Layer` for each layer in turn; `columns` how many outputs its four linears have. `widths` are three lists of a
+// group's cuts, one after the other: attention columns, hidden columns, feed-forward columns; they count only with
+// shared `memory`.
 at::Tensor decode_layers(
-    const at::Tensor& hidden, const c10::List<Optional>& weights, at::IntArrayRef columns, const at::Tensor& cos_sin,
-    const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& block_tables, const at::Tensor& tiles,
-    const at::Tensor& spans, const at::Tensor& k_cache, const at::Tensor& v_cache, double scale, double eps,
+    const at::Tensor& hidden, const at::Tensor& wanted, const c10::List<Optional>& weights, at::IntArrayRef columns,
+    const at::Tensor& cos_sin, const at::Tensor& positions, const at::Tensor& slots, const at::Tensor& block_tables,
+    const at::Tensor& tiles, const at::Tensor& spans, const at::Tensor& k_cache, const at::Tensor& v_cache,
+    double scale, double eps,
     const Optional& memory, at::IntArrayRef widths, int64_t rank, int64_t sequence, double timeout_s) {
   constexpr int64_t FIELDS = sizeof(Layer) / sizeof(void*);
   const int64_t layers = k_cache.size(0), kv_heads = k_cache.size(2), dim = k_cache.size(3), rows = hidden.size(0);
@@ -65,7 +68,10 @@ at::Tensor decode_layers(
         normed_heads(heads.narrow(1, 0, queries), *w.q_norm, eps),
         normed_heads(heads.narrow(1, queries, kv_heads), *w.k_norm, eps),
         heads.narrow(1, queries + kv_heads, kv_heads), cos_sin, positions, slots, k_cache, v_cache, layer);
+    const bool fewer = layer == layers - 1 && wanted.size(0) < rows;
+    if (fewer && wanted.size(0) == 0) return hidden.narrow(0, 0, 0);
     x = attention(q, positions, block_tables, tiles, spans, k_cache, v_cache, layer, scale);
+    if (fewer) x = x.index_select(0, wanted), residual = residual.index_select(0, wanted);
     x = gather(linear(gather(x, attention_cut), **w.out, *w.out_bias, columns[1], false), hidden_cut);
     std::tie(x, residual) = add_rms_norm(x, residual, **w.attention_norm, eps);
     x = silu_mul(linear(x, **w.gate_up, *w.gate_up_bias, columns[2], false));
@@ -77,10 +83,9 @@ at::Tensor decode_layers(
 
 TORCH_LIBRARY_FRAGMENT(choral, library) {
   library.def(
-      "decode_layers(Tensor hidden, Tensor?[] weights, int[] columns, Tensor cos_sin, Tensor positions, Tensor slots, "
-      "Tensor block_tables, Tensor tiles, Tensor spans, Tensor(a!) k_cache, Tensor(b!) v_cache, float scale, "
-      "float eps, "
-      "Tensor(c!)? memory, int[] widths, int rank, int sequence, float timeout_s) -> Tensor",
+      "decode_layers(Tensor hidden, Tensor wanted, Tensor?[] weights, int[] columns, Tensor cos_sin, "
+      "Tensor positions, Tensor slots, Tensor block_tables, Tensor tiles, Tensor spans, Tensor(a!) k_cache, "
+      "Tensor(b!) v_cache, float scale, float eps, Tensor(c!)? memory, int[] widths, int rank, int sequence, float timeout_s) -> Tensor",
       decode_layers);
 }
 

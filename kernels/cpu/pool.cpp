@@ -10,8 +10,8 @@
 
 namespace choral {
 
-// `ticket` holds the number of the job in its upper half and how many tasks wait in its lower half, so that nobody takes
-// a task of one job for one of another. Who has taken a task may read the rest: the job cannot end before it is done.
+// `ticket` holds the number of the job in its upper half and how many tasks wait in its lower half, so that nobody
+// takes a task of one job for one of another. Who has taken one may read the rest: the job cannot end before it is done.
 struct Job {
   alignas(64) std::atomic<uint64_t> ticket{0};
   alignas(64) std::atomic<uint32_t> undone{0};
@@ -133,7 +133,8 @@ bool Turn::take(int64_t& task) {
 }
 
 void Turn::done() {
-  if (std::exchange(holds_, false) && job_.undone.fetch_sub(1, std::memory_order_acq_rel) == 1) job_.undone.notify_one();
+  const bool last = std::exchange(holds_, false) && job_.undone.fetch_sub(1, std::memory_order_acq_rel) == 1;
+  if (last) job_.undone.notify_one();
 }
 
 void share(int64_t tasks, void (*body)(const void*, Turn&), const void* context) {

@@ -130,6 +130,18 @@ def test_all_layers_as_one_operator_give_the_bits_of_the_layers_in_turn(name, ti
     assert torch.equal(OneSequence(model, 128).feed(job.prompt), as_one)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [[], [0], [3, 7], list(range(10))])
+def test_rows_that_are_left_out_change_no_bit_of_the_others(name, rows, tiny_checkpoint):
+    job = _job(tiny_checkpoint(name))
+    model = load_model(job.folder, dtype=job.dtype, device=CPU, comm=Communicator(), exact=True)
+    wanted = torch.tensor(rows, dtype=torch.int64)
+    all_rows, some_rows = (OneSequence(model, 128) for _ in range(2))
+    whole = all_rows.feed(job.prompt)
+    assert torch.equal(some_rows.feed(job.prompt, wanted), whole[wanted])
+    assert torch.equal(some_rows.kv.k, all_rows.kv.k) and torch.equal(some_rows.kv.v, all_rows.kv.v)
+
+
 def test_chunks_of_the_prompt_change_no_bit(tiny_checkpoint, alone):
     job = _job(tiny_checkpoint("qwen3"))
     whole = dataclasses.replace(job, chunk=len(job.prompt), steps=4)
