@@ -23,7 +23,7 @@ SOME_FAILED = 3
 SAMPLING = {"n": int, "max_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float}
 """Options that are the API's fields, for rows that do not have them."""
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
-QUEUED = 1.25
+QUEUED = 2.0
 """Sequences under way per slot of the groups: what is above one waits there, so that no slot is ever idle."""
 MAX_N, MAX_CHILDREN = 1 << 14, 1 << 16
 
