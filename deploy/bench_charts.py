@@ -23,7 +23,7 @@ def draw_sharing(points: Sequence[SharingPoint], folder: Path) -> list[Path]:
         ),
         _chart(
             folder / "step-by-prompt.png",
-            [(point.prompt_len, point) for point in sorted(set(by_prompt), key=lambda point: point.prompt_len)],
+            [(point.prompt_len, point) for point in by_prompt],
             "prompt tokens",
             f"One decoding step, {PROMPTS_SIZE} children",
         ),

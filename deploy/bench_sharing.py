@@ -28,8 +28,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SIZES_PROMPT = 1000
 PROMPTS = (128, 256, 512, 1000, 2000, 4000, 8000)
 PROMPTS_SIZE = 32
-POINTS = [*((SIZES_PROMPT, n) for n in SIZES), *((prompt_len, PROMPTS_SIZE) for prompt_len in PROMPTS)]
-"""(prompt length, n) of every point."""
+POINTS = sorted({*((SIZES_PROMPT, n) for n in SIZES), *((prompt_len, PROMPTS_SIZE) for prompt_len in PROMPTS)})
+"""(prompt length, n) of every point, the one that is on both charts once."""
 
 
 @dataclass(frozen=True, slots=True)
