@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from workers.outputs import ChildRef, Haste, ParentDelta, StepOutput
 
 PARENTS_AT_ONCE, CHILDREN_AT_ONCE, SLOWEST = 8, 32, 5.0
+PATIENCE_S = 1.0
+"""Tokens nobody reads yet wait so much longer. They are not kept for ever, because only a push tells of a lost sink."""
 
 
 def pace(parents: int, children: int) -> float:
@@ -91,7 +93,8 @@ class Outbox:
     def _send(self) -> None:
         with self._lock:
             now = self._clock()
-            wanted = Haste.SOON if now >= self._due else Haste.NOW
+            late = now - self._due
+            wanted = Haste.NONE if late >= PATIENCE_S else Haste.SOON if late >= 0 else Haste.NOW
             if self._in_flight or self._pending is None or self._haste < wanted:
                 return
             output, self._pending, self._in_flight = self._pending, None, True

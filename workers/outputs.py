@@ -95,7 +95,7 @@ class Haste(IntEnum):
     """When a delta has to leave its group, by what its parent's client can do with it."""
 
     NONE = 0
-    """With the next push: tokens nobody reads yet."""
+    """With the next push, or in a while: tokens nobody reads yet."""
     SOON = 1
     """When the next push is due."""
     NOW = 2

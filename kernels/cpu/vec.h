@@ -195,8 +195,8 @@ inline Words load(const Pair* from) {
 inline Vec fma(Words a, Words b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 #else
 constexpr bool HAS_PAIRS = false;
-inline Vec broadcast(Pair) { return {}; }
-inline Vec load(const Pair*) { return {}; }
+inline Vec broadcast(Pair) { return Vec{}; }
+inline Vec load(const Pair*) { return Vec{}; }
 #endif
 
 inline Words load_bits(const c10::BFloat16* from, int64_t count) {

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from cluster.outbox import Outbox, pace
+from cluster.outbox import PATIENCE_S, Outbox, pace
 from workers.outputs import ChildDelta, ChildRef, Haste, ParentDelta, StepOutput
 
 
@@ -86,12 +86,12 @@ def test_tokens_share_a_push_but_first_and_last_ones_do_not_wait():
     assert box.empty
 
 
-def test_tokens_nobody_reads_yet_go_with_others_or_at_the_end():
+def test_tokens_nobody_reads_yet_go_with_others_or_at_the_end_or_after_a_while():
     now = 0.0
     sink = SlowSink()
     box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: now)
     box.add([delta("p", 0, 1, haste=Haste.NONE)])
-    now = 9.0
+    now = PATIENCE_S / 2
     box.add([delta("p", 0, 2, haste=Haste.NONE)])
     assert not sink.pushed
     box.add([delta("q", 0, 1)])
@@ -101,6 +101,10 @@ def test_tokens_nobody_reads_yet_go_with_others_or_at_the_end():
     assert len(sink.pushed) == 1 and not box.empty
     box.flush()
     assert sink.pushed[1].parents["p"].children[0].token_ids == [3]
+    sink.futures[1].set_result([])
+    now = 4.0
+    box.add([delta("p", 0, 4, haste=Haste.NONE)])
+    assert len(sink.pushed) == 3
 
 
 def test_what_must_not_wait_follows_a_push_that_was_in_flight():
