@@ -1,9 +1,9 @@
 // Ragged paged attention with shared prefixes.
 //
-// A row is one query head of one token. For every block of its sequence, in ascending order, a row gets a partial
-// result (maximum, sum, weighted values) and merges it into its running one. That recipe is the same whatever rows
-// are computed beside it: rows of one tile only share the block that is loaded, so tiles, threads and shared prefixes
-// change the speed and no bit. Lanes of positions that a row does not see never enter its sums.
+// A row is one query head of one token. For every block of its sequence, in ascending order, a row raises its running
+// maximum, rescales its running sum and weighted values to it, and adds those of the block. That recipe is the same
+// whatever rows are computed beside it: rows of one tile only share the block that is loaded, so tiles, threads and
+// shared prefixes change the speed and no bit. Positions that a row does not see have weight 0 in it.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

@@ -35,13 +35,20 @@ namespace {
 
 constexpr int SPINS = 2000;  // some tens of microseconds: longer than the gap between two jobs of a step
 
+// Waits awake for a while; whether it has come to be `ready`.
+template <typename Ready>
+bool soon(const Ready& ready) {
+  for (int spin = 0; spin < SPINS; ++spin) {
+    if (ready()) return true;
+    relax();
+  }
+  return false;
+}
+
 // Waits until `ready`, at first awake. `word` changes, and is notified, when it may have become so.
 template <typename Ready>
 void await(std::atomic<uint32_t>& word, const Ready& ready) {
-  for (int spin = 0; spin < SPINS; ++spin) {
-    if (ready()) return;
-    relax();
-  }
+  if (soon(ready)) return;
   for (uint32_t seen = word.load(); !ready(); seen = word.load()) word.wait(seen);
 }
 
@@ -96,10 +103,7 @@ class Pool {
   }
 
   void rest() {
-    for (int spin = 0; spin < SPINS; ++spin) {
-      if (waiting()) return;
-      relax();
-    }
+    if (soon([this] { return waiting(); })) return;
     const uint32_t heard = bell_.load();
     ++sleepers_;
     if (!waiting()) bell_.wait(heard);

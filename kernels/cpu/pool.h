@@ -5,7 +5,6 @@
 // nobody, where a team that meets at a barrier would stand still. Which thread does a task changes no bit.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 
 #if defined(__x86_64__)
@@ -28,7 +27,7 @@ struct Job;
 // One thread's way to tasks of a job: `for (int64_t task; turn.take(task);)` until none is left.
 class Turn {
  public:
-  explicit Turn(Job& job, uint32_t epoch) : job_(job), epoch_(epoch) {}
+  Turn(Job& job, uint32_t epoch) : job_(job), epoch_(epoch) {}
   Turn(Job& job, uint32_t epoch, int64_t first) : job_(job), epoch_(epoch), next_(first), holds_(true) {}
   Turn(const Turn&) = delete;
   ~Turn() { done(); }
