@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, DeploymentStatus, LoggingConfig
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig
 
 from cluster.config import ClusterConfig
 from cluster.placement import GROUPS, PlacementError, wait_for_room
@@ -228,8 +228,12 @@ def _deploy(config: ClusterConfig, port: int, device: str) -> None:
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
+def _app() -> ApplicationStatusOverview | None:
+    return serve.status().applications.get(APP)
+
+
 def app_status() -> ApplicationStatus | None:
-    app = serve.status().applications.get(APP)
+    app = _app()
     return app.status if app else None
 
 
@@ -241,20 +245,20 @@ def _wait_until_running(say: Say) -> float:
     say("loading the model")
     deadline = time.monotonic() + DEPLOY_TIMEOUT_S
     groups_ready = None
-    while (status := app_status()) is not ApplicationStatus.RUNNING:
-        if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+    while (app := _app()) is None or app.status is not ApplicationStatus.RUNNING:
+        if app is not None and app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
             raise StartError(_failure())
         if time.monotonic() > deadline:
             raise StartError(f"the groups were not ready after {DEPLOY_TIMEOUT_S:.0f} s")
-        if groups_ready is None and _groups_healthy():
+        if groups_ready is None and app is not None and _groups_healthy(app):
             groups_ready = time.monotonic()
         time.sleep(0.1)
     return groups_ready or time.monotonic()
 
 
-def _groups_healthy() -> bool:
-    deployments = serve.status().applications[APP].deployments
-    return GROUPS in deployments and deployments[GROUPS].status is DeploymentStatus.HEALTHY
+def _groups_healthy(app: ApplicationStatusOverview) -> bool:
+    groups = app.deployments.get(GROUPS)
+    return groups is not None and groups.status is DeploymentStatus.HEALTHY
 
 
 def _failure() -> str:
