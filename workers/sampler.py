@@ -31,6 +31,8 @@ class Sampler:
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
         self._eos_ids = eos_ids
+        self._draws: Seq[Sequence] = ()
+        self._fixed: dict[str, Tensor] = {}
 
     def draw(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
         """One token per entry of `draws`, read from row `rows[i]` of `logits` [M, V]."""
@@ -38,36 +40,44 @@ class Sampler:
         return Drawn(result.tokens.tolist(), _logprobs(draws, result))
 
     def _batch(self, draws: Seq[Sequence], rows: Seq[int]) -> ops.SampleBatch:
-        params = [child.family.request.params for child in draws]
+        if draws != self._draws:
+            self._draws, self._fixed = draws, self._parameters(draws)
         seen_starts, seen = self._ragged((child.seen or {}).items() for child in draws)
-        bias_starts, bias = self._ragged(p.logit_bias for p in params)
-        banned_starts, banned = self._ragged(((i,) for i in self._banned(child)) for child in draws)
-        allowed_starts, allowed = self._ragged(((i,) for i in p.allowed_token_ids or ()) for p in params)
+        banned_starts, banned = self._ragged(map(self._banned, draws))
         return ops.SampleBatch(
+            **self._fixed,
             rows=self._ints(rows),
-            temperature=self._floats(p.temperature for p in params),
-            top_k=self._ints((p.top_k for p in params), torch.int32),
-            top_p=self._floats(p.top_p for p in params),
-            min_p=self._floats(p.min_p for p in params),
-            seed=self._ints(p.seed for p in params),
-            prompt_number=self._ints(child.family.request.prompt_number for child in draws),
-            sample=self._ints(child.sample for child in draws),
-            position=self._ints(len(child.output_ids) for child in draws),
-            num_logprobs=self._ints((_num_logprobs(p) for p in params), torch.int32),
-            repetition=self._floats(p.repetition_penalty for p in params),
-            presence=self._floats(p.presence_penalty for p in params),
-            frequency=self._floats(p.frequency_penalty for p in params),
+            position=self._ints([len(child.output_ids) for child in draws]),
             seen_starts=seen_starts,
-            seen_ids=self._ints((i for i, _ in seen), torch.int32),
-            seen_counts=self._ints((count for _, count in seen), torch.int32),
-            bias_starts=bias_starts,
-            bias_ids=self._ints((i for i, _ in bias), torch.int32),
-            bias_values=self._floats(value for _, value in bias),
+            seen_ids=self._ints([i for i, _ in seen], torch.int32),
+            seen_counts=self._ints([count for _, count in seen], torch.int32),
             banned_starts=banned_starts,
-            banned_ids=self._ints((i for (i,) in banned), torch.int32),
-            allowed_starts=allowed_starts,
-            allowed_ids=self._ints((i for (i,) in allowed), torch.int32),
+            banned_ids=self._ints(banned, torch.int32),
         )
+
+    def _parameters(self, draws: Seq[Sequence]) -> dict[str, Tensor]:
+        """The fields of a `SampleBatch` that stay while the same children draw."""
+        params = [child.family.request.params for child in draws]
+        bias_starts, bias = self._ragged(p.logit_bias for p in params)
+        allowed_starts, allowed = self._ragged(p.allowed_token_ids or () for p in params)
+        return {
+            "temperature": self._floats([p.temperature for p in params]),
+            "top_k": self._ints([p.top_k for p in params], torch.int32),
+            "top_p": self._floats([p.top_p for p in params]),
+            "min_p": self._floats([p.min_p for p in params]),
+            "seed": self._ints([p.seed for p in params]),
+            "prompt_number": self._ints([child.family.request.prompt_number for child in draws]),
+            "sample": self._ints([child.sample for child in draws]),
+            "num_logprobs": self._ints([_num_logprobs(p) for p in params], torch.int32),
+            "repetition": self._floats([p.repetition_penalty for p in params]),
+            "presence": self._floats([p.presence_penalty for p in params]),
+            "frequency": self._floats([p.frequency_penalty for p in params]),
+            "bias_starts": bias_starts,
+            "bias_ids": self._ints([i for i, _ in bias], torch.int32),
+            "bias_values": self._floats([value for _, value in bias]),
+            "allowed_starts": allowed_starts,
+            "allowed_ids": self._ints(allowed, torch.int32),
+        }
 
     def _banned(self, child: Sequence) -> Iterable[int]:
         params = child.family.request.params
@@ -84,11 +94,11 @@ class Sampler:
             starts.append(len(flat))
         return self._ints(starts, torch.int32), flat
 
-    def _ints(self, values: Iterable[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype)
+    def _ints(self, values: Seq[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype)
 
-    def _floats(self, values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float32)
+    def _floats(self, values: Seq[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32)
 
 
 def _num_logprobs(params: SamplingParams) -> int:

@@ -3,8 +3,9 @@
 Built by rank 0 from the scheduler's batch; carries no request, no sampling value and no text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,23 +28,25 @@ class StepInput:
 
     @classmethod
     def build(cls, batch: Batch, block_size: int) -> Self:
+        # Plain lists, one tensor per field at the end: arithmetic on tensors of a few numbers takes ten times as long.
         chunks = batch.chunks
-        counts = torch.tensor([chunk.count for chunk in chunks])
-        starts = torch.tensor([chunk.start for chunk in chunks])
-        ends = counts.cumsum(0)
-        query_starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-        positions = torch.arange(int(ends[-1])) + torch.repeat_interleave(starts - query_starts[:-1], counts)
-        tables = _padded([chunk.table.blocks for chunk in chunks])
-        owner = torch.repeat_interleave(torch.arange(len(chunks)), counts)
+        token_ids, positions, slots, ends = list[int](), list[int](), list[int](), [0]
+        for chunk in chunks:
+            span = range(chunk.start, chunk.start + chunk.count)
+            blocks = chunk.table.blocks
+            token_ids += chunk.token_ids
+            positions += span
+            slots += [blocks[at // block_size] * block_size + at % block_size for at in span]
+            ends.append(len(token_ids))
         return cls(
-            token_ids=torch.tensor([token for chunk in chunks for token in chunk.token_ids]),
-            positions=positions,
-            slots=tables[owner, positions // block_size] * block_size + positions % block_size,
-            query_starts=query_starts,
-            context_lens=starts + counts,
-            block_tables=tables,
-            copies=torch.tensor(batch.copies, dtype=torch.int64).reshape(-1, 2),
-            logit_rows=ends[torch.tensor([bool(chunk.draws) for chunk in chunks])] - 1,
+            token_ids=_ints(token_ids),
+            positions=_ints(positions),
+            slots=_ints(slots),
+            query_starts=_ints(ends),
+            context_lens=_ints([chunk.start + chunk.count for chunk in chunks]),
+            block_tables=_padded([chunk.table.blocks for chunk in chunks]),
+            copies=_ints(batch.copies).view(-1, 2),
+            logit_rows=_ints([end - 1 for chunk, end in zip(chunks, ends[1:], strict=True) if chunk.draws]),
         )
 
     def pack(self) -> Tensor:
@@ -63,6 +66,14 @@ class StepInput:
         return cls(**parts)
 
 
+def _ints(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
 def _padded(tables: list[list[int]]) -> Tensor:
     width = max(map(len, tables))
-    return torch.tensor([table + [0] * (width - len(table)) for table in tables])
+    flat: list[int] = []
+    for table in tables:
+        flat += table
+        flat += [0] * (width - len(table))
+    return _ints(flat).view(-1, width)
