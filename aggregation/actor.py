@@ -1,22 +1,20 @@
 """The aggregator as a Ray actor: one per router replica, on the router's node.
 
-Routers open, read and close parents; groups push once per engine step. Adds nothing to `Aggregator` but the
-wire; the creator sets `max_concurrency` to the number of parents that may be read at once, and more.
+The router opens and closes parents, and reads them whole here or in pieces through `feed`; groups push deltas. Adds
+nothing to `Aggregator` but the wire; the creator sets `max_concurrency` to the number of parents that may be read at
+once, and more.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
 import ray
 
 from aggregation.aggregator import Aggregator
+from aggregation.feed import FeedServer
 from aggregation.parent import Placement
 from aggregation.parent_request import ParentRequest
-from aggregation.results import ParentResult, ParentUpdate
+from aggregation.results import ParentResult
 from workers.outputs import ChildRef, StepOutput
-
-UNREAD_UPDATES = 2
-"""Updates of one stream that may wait at the reader; what comes after them folds in the aggregator."""
 
 
 @ray.remote
@@ -25,9 +23,14 @@ class AggregatorActor:
 
     def __init__(self, tokenizer_folder: str) -> None:
         self._aggregator = Aggregator(tokenizer_folder)
+        self._feed = FeedServer(self._aggregator)
 
     async def ping(self) -> None:
         """Answers when the event loop runs."""
+
+    async def listen(self) -> str:
+        """Where the one `FeedReader` connects to read updates."""
+        return await self._feed.listen()
 
     async def open(self, parent: ParentRequest, *, stream: bool, placement: dict[int, str] | None = None) -> None:
         self._aggregator.open(parent, stream=stream, placement=placement)
@@ -37,12 +40,6 @@ class AggregatorActor:
 
     async def push(self, output: StepOutput) -> list[ChildRef]:
         return self._aggregator.push(output)
-
-    @ray.method(num_returns="streaming", _generator_backpressure_num_objects=UNREAD_UPDATES)
-    async def updates(self, parent_id: str) -> AsyncGenerator[ParentUpdate, None]:
-        async with aclosing(self._aggregator.updates(parent_id)) as updates:
-            async for update in updates:
-                yield update
 
     async def result(self, parent_id: str) -> ParentResult:
         return await self._aggregator.result(parent_id)

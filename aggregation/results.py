@@ -58,6 +58,15 @@ class ParentUpdate:
     deltas: list[ChoiceDelta] = field(default_factory=list)
     usage: Usage | None = None
 
+    def extend(self, later: "ParentUpdate") -> None:
+        """Fold the next update of the same parent into this one."""
+        known = {delta.index: delta for delta in self.deltas}
+        for delta in later.deltas:
+            if (earlier := known.setdefault(delta.index, delta)) is not delta:
+                earlier.extend(delta)
+        self.deltas = [known[index] for index in sorted(known)]
+        self.usage = later.usage
+
 
 @dataclass(slots=True)
 class ParentResult:
@@ -81,6 +90,10 @@ class UnknownParentError(AggregationError):
 
 class ParentClosedError(AggregationError):
     """The parent was closed while it was being read."""
+
+
+class AggregatorLostError(AggregationError):
+    """The process that merges the parent is gone, or the way to it."""
 
 
 class IncompleteReplyError(AggregationError):

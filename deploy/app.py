@@ -21,7 +21,7 @@ import ray
 import torch
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, LoggingConfig
@@ -39,7 +39,7 @@ DEPLOY_TIMEOUT_S = 600.0
 CANCEL_S = 10.0
 """Longest wait for the router to cancel what runs when the cluster is stopped at once."""
 LAST_BYTES_S = 0.5
-"""What the HTTP proxy needs to pass on the end of the last replies."""
+"""What HTTP server or proxy needs to pass on the end of the last replies."""
 
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
@@ -59,8 +59,8 @@ class StartError(Exception):
 class RunningCluster:
     """A cluster that answers. As a context manager it stops at the end of the block."""
 
-    def __init__(self, config: ClusterConfig, port: int, model_name: str) -> None:
-        self.url = f"http://{config.host}:{port}"
+    def __init__(self, config: ClusterConfig, model_name: str) -> None:
+        self.url = f"http://{config.host}:{config.port}"
         self.model_name = model_name
         self._owns_ray = config.address is None
         self._drain_timeout_s = config.drain_timeout_s
@@ -104,8 +104,8 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
         tokenizer_folder(folder)
         device = _local_device(config)
         check_model(config, folder, device)
-        config = config.model_copy(update={"files_dir": _files_folder(config)})
         port = _bindable(config.host, config.port)
+        config = config.model_copy(update={"files_dir": _files_folder(config), "port": port})
         _reach(config.address)
     except (ValueError, OSError, RuntimeError) as error:
         raise StartError(str(error)) from error
@@ -117,7 +117,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
         marks = {"Ray": time.monotonic()}
         device = cluster_device(config) if config.address else device
         wait_for_room(config, device, say)
-        _deploy(config, port, device)
+        _deploy(config, device)
         marks["Serve"] = time.monotonic()
         marks["groups"] = _wait_until_running(say)
         marks["router"] = time.monotonic()
@@ -129,7 +129,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
     begins = [started, *marks.values()]
     parts = ", ".join(f"{part} {end - begin:.1f}" for begin, (part, end) in zip(begins, marks.items(), strict=False))
     say(f"ready after {begins[-1] - started:.1f} s ({parts})")
-    return RunningCluster(config, port, config.served_name or folder.name)
+    return RunningCluster(config, config.served_name or folder.name)
 
 
 def _local_device(config: ClusterConfig) -> str:
@@ -217,13 +217,18 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 
 
-def _deploy(config: ClusterConfig, port: int, device: str) -> None:
+def _deploy(config: ClusterConfig, device: str) -> None:
+    """On a Ray started here the router listens itself; on one that was joined it may be anywhere, so proxies do."""
     logs = LoggingConfig(enable_access_log=False)
-    serve.start(http_options=HTTPOptions(host=config.host, port=port), logging_config=logs)
+    alone = config.address is None
+    where = ProxyLocation.Disabled if alone else ProxyLocation.EveryNode
+    http = None if alone else HTTPOptions(host=config.host, port=config.port)
+    serve.start(proxy_location=where, http_options=http, logging_config=logs)
     # A Serve that was running already keeps its own address, and says so only in a log.
-    if ((listening := _get_global_client().http_config).host, listening.port) != (config.host, port):
+    listening = _get_global_client().http_config
+    if not alone and (listening.host, listening.port) != (config.host, config.port):
         raise StartError(f"host, port: Serve on this cluster listens on {listening.host}:{listening.port} already")
-    app = application(config, device)
+    app = application(config, device, listen=alone)
     targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 

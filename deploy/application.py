@@ -29,8 +29,10 @@ def build(config: ClusterConfig) -> serve.Application:
     return application(config, device)
 
 
-def application(config: ClusterConfig, device: str) -> serve.Application:
+def application(config: ClusterConfig, device: str, *, listen: bool = False) -> serve.Application:
     """Router and groups on the Ray cluster this process is connected to; `device` is "cpu" or "cuda".
+
+    With `listen` the router serves HTTP itself, on its own node, and Serve needs no proxy.
 
     They know by a common name that they are of one configuration: in an update those of two live side by side.
     """
@@ -41,7 +43,7 @@ def application(config: ClusterConfig, device: str) -> serve.Application:
     threads = threads_per_rank(config, device, node_resources())
     generation = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
     bound = groups.bind(config.model, options, threads, config.push_interval_s, generation)
-    return router.bind(config, bound, generation)
+    return router.bind(config, bound, generation, listen)
 
 
 def cluster_device(config: ClusterConfig) -> str:

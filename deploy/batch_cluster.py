@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
+from aggregation.feed import FeedReader
 from aggregation.parent_request import ParentRequest
 from aggregation.results import ParentResult, ParentUpdate
 from cluster.config import ClusterConfig
@@ -116,8 +117,8 @@ class JobEngine:
 
     async def _renew(self) -> None:
         self._aggregator = make_aggregator(self._model.folder)
-        await self._aggregator.ping.remote()
-        engine = RayEngine(self._model, self._groups, self._aggregator, self._aggregator._actor_id.hex())
+        feed = await FeedReader.connect(await self._aggregator.listen.remote())
+        engine = RayEngine(self._model, self._groups, self._aggregator, feed, self._aggregator._actor_id.hex())
         for task in self._tasks:
             task.cancel()
         await engine.refresh()
@@ -140,10 +141,10 @@ def job_groups(config: ClusterConfig, store: SampleStore, running: bool, say: Sa
         return
     if running and left == wanted:
         say("taking over the groups of the run before")
-        cluster = RunningCluster(config, 0, "")
+        cluster = RunningCluster(config, "")
     else:
         if running:
-            RunningCluster(config, 0, "").stop()
+            RunningCluster(config, "").stop()
         ray.shutdown()
         store.note(_OWN, wanted)
         cluster = _started(config, say)
@@ -155,7 +156,7 @@ def job_groups(config: ClusterConfig, store: SampleStore, running: bool, say: Sa
 def stop_left_groups(config: ClusterConfig, store: SampleStore, running: bool) -> None:
     """Stop the groups of a job that was killed after its last sample."""
     if running and store.notes.get(_OWN) is not None:
-        RunningCluster(config, 0, "").stop()
+        RunningCluster(config, "").stop()
         store.note(_OWN, None)
 
 

@@ -7,7 +7,7 @@ place where HTTP, dispatcher and aggregator meet.
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from ray import serve
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from aggregation.actor import AggregatorActor
+from aggregation.feed import FeedReader
 from cluster.config import ClusterConfig
 from router.app import create_app
 from router.batch_executor import BatchExecutor
 from router.engine import ModelInfo
+from router.http_server import listening
 from router.limits import RouterLimits
 from router.middleware import ProxyNamesRequests
 from router.ray_engine import RayEngine, answers
@@ -43,18 +45,22 @@ def router_options(drain_timeout_s: float) -> dict[str, Any]:
 
 @serve.ingress()
 class Ingress:
-    """The deployment's class: an ASGI app made once per replica, after the groups answer."""
+    """The deployment's class: an ASGI app made once per replica, after the groups answer.
+
+    With `listen` it serves HTTP itself at the configured address; otherwise Serve's proxies bring the requests.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, groups: Any, generation: str
+        self, config: ClusterConfig, groups: Any, generation: str, listen: bool
     ) -> None:
         self._config = config
+        self._listen = listen
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
         self._aggregator = make_aggregator(tokenizer)
-        await self._aggregator.ping.remote()
+        feed = await FeedReader.connect(await self._aggregator.listen.remote())
         model = await _await_model(groups, config.served_name or folder.name, tokenizer, generation)
-        self._engine = RayEngine(model, groups, self._aggregator, self._aggregator._actor_id.hex(), generation)
+        self._engine = RayEngine(model, groups, self._aggregator, feed, self._aggregator._actor_id.hex(), generation)
 
     async def about(self) -> ModelInfo:
         """What is served; a job on the same cluster asks."""
@@ -80,12 +86,15 @@ class Ingress:
         async def watching(app: FastAPI) -> AsyncIterator[None]:
             await engine.refresh()
             task = asyncio.create_task(engine.watch())
-            async with serving(app):
+            async with serving(app), self._http(app):
                 yield
             task.cancel()
 
         app.router.lifespan_context = watching
-        return ProxyNamesRequests(app)
+        return app if self._listen else ProxyNamesRequests(app)
+
+    def _http(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
+        return listening(app, self._config.host, self._config.port) if self._listen else nullcontext()
 
 
 def _limits(config: ClusterConfig) -> RouterLimits:

@@ -9,11 +9,13 @@ import contextvars
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from aggregation.feed import FeedReader
 from aggregation.parent_request import ParentRequest
 from aggregation.results import AggregationError, ChoiceDelta, ParentResult, ParentUpdate
 from cluster.dispatcher import Dispatcher, NoGroupError
@@ -41,17 +43,25 @@ LOST = (RayError, RayServeException, TimeoutError)
 
 
 class RayEngine:
-    """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `sink` its name.
+    """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `feed` its one reader,
+    `sink` its name.
 
     Only groups of this `generation` are used, all if it is None.
     """
 
     def __init__(
-        self, model: ModelInfo, groups: Any, aggregator: Any, sink: str, generation: str | None = None
+        self,
+        model: ModelInfo,
+        groups: Any,
+        aggregator: Any,
+        feed: FeedReader,
+        sink: str,
+        generation: str | None = None,
     ) -> None:
         self._model = model
         self._groups = groups
         self._aggregator = aggregator
+        self._feed = feed
         self._sink = sink
         self._generation = generation
         self._dispatcher = Dispatcher()
@@ -137,11 +147,11 @@ class RayEngine:
         self._active.add(parent.parent_id)
         try:
             await self._start(parent, stream=not whole)
-            async for ref in self._aggregator.updates.remote(parent.parent_id):
-                update: ParentUpdate = await ref
-                self._count_finished(parent, update.deltas)
-                yield update
-        except RayError as error:
+            async with aclosing(self._feed.updates(parent.parent_id)) as updates:
+                async for update in updates:
+                    self._count_finished(parent, update.deltas)
+                    yield update
+        except (RayError, AggregationError) as error:
             raise _generation_error(error) from error
         finally:
             self._close_later(parent)
@@ -270,7 +280,7 @@ def _placement(by_group: dict[str, list[FamilyRequest]]) -> dict[int, str]:
     return {c.index: group for group, families in by_group.items() for f in families for c in f.children}
 
 
-def _generation_error(error: RayError) -> GenerationError:
+def _generation_error(error: RayError | AggregationError) -> GenerationError:
     """What a client may read of an error: the aggregator's own words, nothing of Ray's."""
-    cause = error.__cause__
+    cause = error.__cause__ if isinstance(error, RayError) else error
     return GenerationError(str(cause) if isinstance(cause, AggregationError) else "the aggregator was lost")

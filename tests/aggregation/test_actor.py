@@ -1,12 +1,14 @@
 """The aggregator over a real Ray actor: the same answers, and nothing left behind."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from aggregation.results import ParentResult, Usage
+from aggregation.feed import FeedReader
+from aggregation.results import AggregatorLostError, ParentResult, ParentUpdate, UnknownParentError, Usage
 from workers.outputs import ChildRef, FinishReason
 
 pytestmark = pytest.mark.ray
@@ -24,9 +26,22 @@ def actor(tokenizer_folder) -> Iterator[Any]:
     ray.shutdown()
 
 
+async def collect(updates: AsyncIterator[ParentUpdate]) -> list[ParentUpdate]:
+    return [update async for update in updates]
+
+
 def alive(actor: Any) -> tuple[int, int]:
     counters = ray.get(actor.counters.remote())
     return counters["parents_alive"], counters["children_alive"]
+
+
+@asynccontextmanager
+async def reader(handle: Any) -> AsyncIterator[FeedReader]:
+    feed = await FeedReader.connect(await handle.listen.remote())
+    try:
+        yield feed
+    finally:
+        feed.close()
 
 
 def test_a_stream_over_the_wire(actor, tokenizer, make_parent, make_step):
@@ -35,12 +50,13 @@ def test_a_stream_over_the_wire(actor, tokenizer, make_parent, make_step):
     async def run():
         await actor.open.remote(make_parent(2), stream=True)
         await actor.place.remote("p", {0: "g", 1: "g"})
-        updates = actor.updates.remote("p")
-        for position, token in enumerate(ids):
-            last = position == len(ids) - 1
-            finish = dict.fromkeys(range(2), FinishReason.LENGTH) if last else {}
-            assert await actor.push.remote(make_step({0: [token], 1: [token]}, finish)) == []
-        return [await ref async for ref in updates]
+        async with reader(actor) as feed:
+            updates = asyncio.create_task(collect(feed.updates("p")))
+            for position, token in enumerate(ids):
+                last = position == len(ids) - 1
+                finish = dict.fromkeys(range(2), FinishReason.LENGTH) if last else {}
+                assert await actor.push.remote(make_step({0: [token], 1: [token]}, finish)) == []
+            return await updates
 
     updates = asyncio.run(run())
     for index in range(2):
@@ -56,15 +72,55 @@ def test_a_slow_reader_gets_few_folded_updates_with_everything_in_them(actor, to
 
     async def run():
         await actor.open.remote(make_parent(1), stream=True)
-        updates = actor.updates.remote("p")
-        for _ in range(100):
+        async with reader(actor) as feed:
             await actor.push.remote(make_step({0: [a]}))
-        await actor.push.remote(make_step({0: [a]}, {0: FinishReason.LENGTH}))
-        return [await ref async for ref in updates]
+            updates = feed.updates("p")
+            first = await anext(updates)
+            for _ in range(100):
+                await actor.push.remote(make_step({0: [a]}))
+            await actor.push.remote(make_step({0: [a]}, {0: FinishReason.LENGTH}))
+            return [first, *await collect(updates)]
 
     updates = asyncio.run(run())
-    assert "".join(delta.text for update in updates for delta in update.deltas) == "a" * 101
-    assert len(updates) <= 5
+    assert "".join(delta.text for update in updates for delta in update.deltas) == "a" * 102
+    assert updates[-1].usage == Usage(3, 102, 0)
+    assert len(updates) <= 3
+
+
+def test_many_parents_share_one_feed(actor, tokenizer, make_parent, make_step):
+    a, b = tokenizer.token_to_id("a"), tokenizer.token_to_id("b")
+    tokens = {"p": a, "q": b}
+
+    async def run():
+        async with reader(actor) as feed:
+            for name in tokens:
+                await actor.open.remote(make_parent(1, name), stream=True)
+            streams = {name: asyncio.create_task(collect(feed.updates(name))) for name in tokens}
+            for name, token in tokens.items():
+                await actor.push.remote(make_step({0: [token]}, {0: FinishReason.LENGTH}, name))
+            return {name: await stream for name, stream in streams.items()}
+
+    texts = {name: "".join(d.text for u in updates for d in u.deltas) for name, updates in asyncio.run(run()).items()}
+    assert texts == {"p": "a", "q": "b"}
+    assert alive(actor) == (0, 0)
+
+
+def test_a_reader_whose_aggregator_dies_hears_of_it(tokenizer_folder, actor, make_parent):
+    from aggregation.actor import AggregatorActor
+
+    mortal = AggregatorActor.options(num_cpus=0, max_concurrency=100).remote(str(tokenizer_folder))
+
+    async def run():
+        async with reader(mortal) as feed:
+            await mortal.open.remote(make_parent(1), stream=True)
+            stream = asyncio.create_task(collect(feed.updates("p")))
+            await asyncio.sleep(0.1)
+            ray.kill(mortal)
+            for updates in (stream, collect(feed.updates("q"))):
+                with pytest.raises(AggregatorLostError):
+                    await updates
+
+    asyncio.run(run())
 
 
 def test_a_result_over_the_wire(actor, tokenizer, make_parent, make_step):
@@ -84,18 +140,21 @@ def test_a_result_over_the_wire(actor, tokenizer, make_parent, make_step):
 def test_c5_a_reader_that_goes_away_leaves_nothing_after_close(actor, make_parent, make_step):
     async def run():
         await actor.open.remote(make_parent(2), stream=True, placement={0: "g", 1: "g"})
-        updates = actor.updates.remote("p")
         await actor.push.remote(make_step({0: [70]}))
-        await (await anext(updates))
-        del updates
-        return await actor.close.remote("p")
+        async with reader(actor) as feed:
+            await anext(feed.updates("p"))
+            return await actor.close.remote("p")
 
     assert asyncio.run(run()) == [("g", ChildRef("p", 0)), ("g", ChildRef("p", 1))]
     assert alive(actor) == (0, 0)
 
 
-def test_errors_keep_their_type_over_the_wire(actor):
-    from aggregation.results import UnknownParentError
+def test_errors_keep_their_type_over_the_wire(actor, make_parent):
+    async def read(name: str):
+        async with reader(actor) as feed:
+            await collect(feed.updates(name))
 
+    with pytest.raises(UnknownParentError, match="'gone'"):
+        asyncio.run(read("gone"))
     with pytest.raises(UnknownParentError, match="'gone'"):
         ray.get(actor.place.remote("gone", {0: "g"}))

@@ -84,7 +84,7 @@ class Aggregator:
 
 async def started(*names: str) -> tuple[RayEngine, Groups, Aggregator]:
     groups, aggregator = Groups(*names), Aggregator()
-    engine = RayEngine(None, groups, aggregator, "sink", "new")
+    engine = RayEngine(None, groups, aggregator, None, "sink", "new")
     await engine.refresh()
     return engine, groups, aggregator
 

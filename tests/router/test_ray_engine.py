@@ -54,7 +54,7 @@ def parent(prompts: int = 1) -> ParentRequest:
 
 async def failing(groups: Handle, aggregator: Handle, request: ParentRequest) -> RayEngine:
     """An engine after a request that found no group."""
-    engine = RayEngine(ToyEngine(Path()).model, groups, aggregator, "sink")
+    engine = RayEngine(ToyEngine(Path()).model, groups, aggregator, None, "sink")
     await engine.refresh()
     with pytest.raises(NoHealthyGroupError):
         await engine.complete(request)
@@ -93,7 +93,7 @@ def test_closing_frees_the_other_groups_when_one_cannot_be_reached() -> None:
 def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up() -> None:
     async def run() -> None:
         groups = Handle(alive=["g"], submit=asyncio.Event().wait)
-        engine = RayEngine(ToyEngine(Path()).model, groups, Handle(close=[]), "sink")
+        engine = RayEngine(ToyEngine(Path()).model, groups, Handle(close=[]), None, "sink")
         await engine.refresh()
         reply = asyncio.create_task(engine.complete(parent()))
         while not groups.calls:
