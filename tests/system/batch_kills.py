@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 
 TITLES = {
@@ -90,8 +91,10 @@ def cluster(cpus: int) -> Iterator[tuple[str, str, str]]:
             _wait_for_agent(process, agent, log)
             yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", mark
         finally:
+            # Those that give themselves a title lose the environment, and with it the mark.
+            descendants = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
-            _end_marked(mark)
+            _end(mark, descendants)
             os.environ.clear()
             os.environ.update(environment)
 
@@ -114,7 +117,7 @@ def _wait_for_agent(process: "subprocess.Popen[bytes]", port: int, log: Any) -> 
             time.sleep(0.2)
 
 
-def _end_marked(mark: str) -> None:
+def _end(mark: str, descendants: list[psutil.Process]) -> None:
     """End the cluster's processes: its head leaves most of them behind."""
     deadline = time.monotonic() + 3
     while (left := _marked(mark)) and time.monotonic() < deadline:
@@ -122,6 +125,9 @@ def _end_marked(mark: str) -> None:
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for process in psutil.wait_procs(descendants, timeout=1)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def write_input(plan: Plan, file: Path) -> None:
