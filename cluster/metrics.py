@@ -6,8 +6,8 @@ Numbers come in as dictionaries from groups, aggregator and router and are summe
 from collections.abc import Iterable, Mapping
 
 HELP = {
-    "children_running": "child sequences in the running batch",
-    "children_waiting": "child sequences that wait for their prompt or for a slot",
+    "children_running": "children whose sequence is in the running batch",
+    "children_waiting": "children that wait for their prompt or for a slot",
     "parents_alive": "parent requests not yet answered or cancelled",
     "children_alive": "child sequences the aggregator still merges",
     "child_slots_in_use": "child slots reserved by admission",
@@ -20,7 +20,7 @@ HELP = {
     "prompt_tokens_asked_total": "prompt tokens of families, once per family",
     "prompt_tokens_computed_total": "prompt tokens run through the model",
     "prompt_tokens_cached_total": "prompt tokens found in the prefix cache",
-    "generation_tokens_total": "tokens drawn, over all children",
+    "generation_tokens_total": "tokens drawn; one stands for all children of a greedy family",
     "recomputed_tokens_total": "output tokens computed again after a preemption",
     "parents_finished_total": "parent requests that got their whole reply",
     "children_finished_stop_total": "child sequences ended by end-of-sequence, a stop id or a stop string",
@@ -30,7 +30,7 @@ HELP = {
     "completion_tokens_total": "tokens of children as counted in usage",
     "siblings_total": "children of finished parents that sampled more than one",
     "siblings_distinct_total": "of those, how many had a text of their own",
-    "preemptions_total": "children that gave their KV blocks back for a while",
+    "preemptions_total": "sequences that gave their KV blocks back for a while",
 }
 
 

@@ -68,7 +68,7 @@ class Engine:
                 added.append(self.scheduler.add(family))
         except ValueError:
             for known in added:
-                self._finish(known.children)
+                self._finish(known.sequences)
             raise
 
     def _check(self, family: FamilyRequest) -> None:
@@ -89,19 +89,19 @@ class Engine:
         for child in children:
             by_parent[child.parent_id].append(child.index)
         for parent_id, indices in by_parent.items():
-            self._finish(self.scheduler.find(parent_id, indices))
+            self.scheduler.abort(parent_id, indices)
 
     def abort_sink(self, sink: str) -> None:
         """Stop everything that reports to a sink that is gone."""
         for family in [f for f in self.scheduler.families.values() if f.request.sink == sink]:
-            self._finish(family.children)
+            self._finish(family.sequences)
 
-    def _finish(self, children: Iterable[Sequence]) -> None:
-        for child in list(children):
-            self.scheduler.finish(child)
+    def _finish(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.scheduler.finish(sequence)
 
     def step(self) -> Outputs:
-        """Advance every running child by one token and prompts by a chunk. Returns what each sink gets."""
+        """Advance every running sequence by one token and prompts by a chunk. Returns what each sink gets."""
         batch = self.scheduler.schedule()
         if not batch.chunks:
             return {}
@@ -111,49 +111,53 @@ class Engine:
 
     def _draw(self, batch: Batch, logits: Tensor) -> Outputs:
         drawing = [chunk for chunk in batch.chunks if chunk.draws]
-        draws = [child for chunk in drawing for child in chunk.draws]
+        draws = [sequence for chunk in drawing for sequence in chunk.draws]
         rows = [row for row, chunk in enumerate(drawing) for _ in chunk.draws]
         drawn = self._sampler.draw(logits, draws, rows)
         outputs: Outputs = {}
         for chunk in drawing:
-            if chunk.child is None:
+            if chunk.sequence is None:
                 delta = _delta(outputs, chunk.family)
                 delta.prompts.append(_report(chunk.family))
                 delta.haste = Haste.NOW if chunk.family.request.stream else Haste.NONE
                 chunk.family.forked = True
-        for child, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
-            advanced = self._advance(child, token, logprobs)
-            delta = _delta(outputs, child.family)
-            delta.add(advanced)
-            delta.haste = max(delta.haste, _haste(child.family, advanced))
+        for sequence, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
+            delta = _delta(outputs, sequence.family)
+            for child in self._advance(sequence, token, logprobs):
+                delta.add(child)
+                delta.haste = max(delta.haste, _haste(sequence.family, child))
         return outputs
 
-    def _advance(self, child: Sequence, token: int, logprobs: TokenLogprobs | None) -> ChildDelta:
+    def _advance(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> list[ChildDelta]:
+        """What each child gains, in lists of its own: they are folded in place later."""
         if token < 0:
-            self.scheduler.finish(child)
-            return ChildDelta(child.index, finish_reason=FinishReason.ERROR, error=NOTHING_TO_DRAW)
-        stop_id = child.append(token, self._eos_ids)
+            self.scheduler.finish(sequence)
+            return _errors(sequence, NOTHING_TO_DRAW)
+        stop_id = sequence.append(token, self._eos_ids)
         self.scheduler.counters.generation_tokens += 1
-        if child.finish_reason is not None:
-            self.scheduler.finish(child)
-        return ChildDelta(child.index, [token], None if logprobs is None else [logprobs], child.finish_reason, stop_id)
+        if (reason := sequence.finish_reason) is not None:
+            self.scheduler.finish(sequence)
+        return [
+            ChildDelta(index, [token], None if logprobs is None else [logprobs], reason, stop_id)
+            for index in sequence.children
+        ]
 
     def fail_all(self, message: str) -> Outputs:
         """End every child with an error delta; for a group that cannot go on."""
         outputs: Outputs = {}
         for family in list(self.scheduler.families.values()):
-            for child in family.live:
-                delta = ChildDelta(child.index, finish_reason=FinishReason.ERROR, error=message)
-                mine = _delta(outputs, family)
-                mine.add(delta)
-                mine.haste = Haste.NOW
-            self._finish(family.children)
+            mine = _delta(outputs, family)
+            mine.haste = Haste.NOW
+            for sequence in family.live:
+                for child in _errors(sequence, message):
+                    mine.add(child)
+            self._finish(family.sequences)
         return outputs
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters of this group, as exported by the metrics page."""
         return {
-            "children_running": len(self.scheduler.running),
+            "children_running": self.scheduler.num_running,
             "children_waiting": self.scheduler.num_waiting,
             "families_alive": len(self.scheduler.families),
             "kv_blocks_used": self.blocks.num_used,
@@ -166,6 +170,10 @@ class Engine:
 def _delta(outputs: Outputs, family: Family) -> ParentDelta:
     parents = outputs.setdefault(family.request.sink, {})
     return parents.setdefault(family.request.parent_id, ParentDelta(family.request.parent_id))
+
+
+def _errors(sequence: Sequence, message: str) -> list[ChildDelta]:
+    return [ChildDelta(index, finish_reason=FinishReason.ERROR, error=message) for index in sequence.children]
 
 
 def _haste(family: Family, delta: ChildDelta) -> Haste:

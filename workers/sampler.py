@@ -1,7 +1,7 @@
 """From sequences to one sampling call and back: gathers what each draw needs, without any arithmetic of its own.
 
 The draw itself, its order of filters and its counter-based noise are `kernels.ops.sample`. Several draws may read one
-logits row: the children of a finished prompt do.
+logits row: the sequences of a finished prompt do.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
 
 class Sampler:
-    """Draws on the device the logits are on. `eos_ids` are banned, with the stop ids, below a child's min_tokens."""
+    """Draws on the device the logits are on. `eos_ids` are banned, with the stop ids, below a sequence's min_tokens."""
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
         self._eos_ids = eos_ids
@@ -42,12 +42,12 @@ class Sampler:
     def _batch(self, draws: Seq[Sequence], rows: Seq[int]) -> ops.SampleBatch:
         if draws != self._draws:
             self._draws, self._fixed = draws, self._parameters(draws)
-        seen_starts, seen = self._ragged((child.seen or {}).items() for child in draws)
+        seen_starts, seen = self._ragged((sequence.seen or {}).items() for sequence in draws)
         banned_starts, banned = self._ragged(map(self._banned, draws))
         return ops.SampleBatch(
             **self._fixed,
             rows=self._ints(rows),
-            position=self._ints([len(child.output_ids) for child in draws]),
+            position=self._ints([len(sequence.output_ids) for sequence in draws]),
             seen_starts=seen_starts,
             seen_ids=self._ints([i for i, _ in seen], torch.int32),
             seen_counts=self._ints([count for _, count in seen], torch.int32),
@@ -56,8 +56,8 @@ class Sampler:
         )
 
     def _parameters(self, draws: Seq[Sequence]) -> dict[str, Tensor]:
-        """The fields of a `SampleBatch` that stay while the same children draw."""
-        params = [child.family.request.params for child in draws]
+        """The fields of a `SampleBatch` that stay while the same sequences draw."""
+        params = [sequence.family.request.params for sequence in draws]
         bias_starts, bias = self._ragged(p.logit_bias for p in params)
         allowed_starts, allowed = self._ragged(p.allowed_token_ids or () for p in params)
         return {
@@ -66,8 +66,8 @@ class Sampler:
             "top_p": self._floats([p.top_p for p in params]),
             "min_p": self._floats([p.min_p for p in params]),
             "seed": self._ints([p.seed for p in params]),
-            "prompt_number": self._ints([child.family.request.prompt_number for child in draws]),
-            "sample": self._ints([child.sample for child in draws]),
+            "prompt_number": self._ints([sequence.family.request.prompt_number for sequence in draws]),
+            "sample": self._ints([sequence.sample for sequence in draws]),
             "num_logprobs": self._ints([_num_logprobs(p) for p in params], torch.int32),
             "repetition": self._floats([p.repetition_penalty for p in params]),
             "presence": self._floats([p.presence_penalty for p in params]),
@@ -79,9 +79,9 @@ class Sampler:
             "allowed_ids": self._ints(allowed, torch.int32),
         }
 
-    def _banned(self, child: Sequence) -> Iterable[int]:
-        params = child.family.request.params
-        if len(child.output_ids) >= params.min_tokens:
+    def _banned(self, sequence: Sequence) -> Iterable[int]:
+        params = sequence.family.request.params
+        if len(sequence.output_ids) >= params.min_tokens:
             return ()
         return {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)}
 
@@ -106,7 +106,7 @@ def _num_logprobs(params: SamplingParams) -> int:
 
 
 def _logprobs(draws: Seq[Sequence], result: ops.SampleResult) -> list[TokenLogprobs | None]:
-    counts = [child.family.request.params.logprobs for child in draws]
+    counts = [sequence.family.request.params.logprobs for sequence in draws]
     if all(count is None for count in counts):
         return [None] * len(draws)
     columns = zip(

@@ -1,7 +1,7 @@
-"""Decides the batch of every step inside one group. The unit of arrival is the family, the unit of running the child.
+"""Decides the batch of every step inside one group. Families arrive, sequences run, children leave.
 
-Order of a step: running children first (one token each), then children that wait for a slot, then prompts, oldest
-family first, prompts in chunks under a token budget. When KV blocks run out the newest child gives way and later
+Order of a step: running sequences first (one token each), then those that wait for a slot, then prompts, oldest family
+first, prompts in chunks under a token budget. When KV blocks run out the newest sequence gives way and later
 recomputes its own output; the oldest family can always go on, so nothing hangs. Knows block numbers, not tensors.
 """
 
@@ -16,10 +16,10 @@ from workers.sequence import Family, KVTable, Sequence, Status
 
 @dataclass(slots=True)
 class Chunk:
-    """`count` tokens from `start` of one child, or of the family's prompt when `child` is None."""
+    """`count` tokens from `start` of one sequence, or of the family's prompt when `sequence` is None."""
 
     family: Family
-    child: Sequence | None
+    sequence: Sequence | None
     table: KVTable
     start: int
     count: int
@@ -27,19 +27,19 @@ class Chunk:
 
     def order(self) -> tuple[int, int]:
         """Siblings side by side, so that what they share lies together in the batch."""
-        return self.family.arrival, -1 if self.child is None else self.child.index
+        return self.family.arrival, -1 if self.sequence is None else self.sequence.index
 
     @property
     def token_ids(self) -> tuple[int, ...] | list[int]:
-        if self.child is None:
+        if self.sequence is None:
             return self.family.request.prompt_token_ids[self.start : self.start + self.count]
         first = self.start - self.family.prompt_len
-        return self.child.output_ids[first : first + self.count]
+        return self.sequence.output_ids[first : first + self.count]
 
     def drawing(self) -> list[Sequence]:
-        """Who draws a token from the logits of the last row: the child, or all children of a finished prompt."""
-        if self.child is not None:
-            return [self.child] if self.start + self.count == self.child.num_tokens else []
+        """Who draws a token from the logits of the last row: the sequence, or all of a finished prompt's."""
+        if self.sequence is not None:
+            return [self.sequence] if self.start + self.count == self.sequence.num_tokens else []
         finished = self.start + self.count == self.family.prompt_len
         return self.family.live if finished and not self.family.forked else []
 
@@ -64,7 +64,7 @@ class Counters:
 
 
 class Scheduler:
-    """A child is in `running` or waits; a family is known from `add` until its last child has finished."""
+    """A sequence is in `running` or waits; a family is known from `add` until its last child has finished."""
 
     def __init__(self, blocks: BlockManager, *, max_running: int, max_step_tokens: int) -> None:
         self.blocks = blocks
@@ -86,8 +86,13 @@ class Scheduler:
         return family
 
     @property
+    def num_running(self) -> int:
+        return sum(len(sequence.children) for sequence in self.running)
+
+    @property
     def num_waiting(self) -> int:
-        return sum(family.num_live for family in self.families.values()) - len(self.running)
+        """Children, as is `num_running`."""
+        return sum(family.num_live for family in self.families.values()) - self.num_running
 
     def schedule(self) -> Batch:
         """The next batch; blocks are allocated for it. Empty only when nothing is left to do.
@@ -95,55 +100,55 @@ class Scheduler:
         The caller runs it, then calls `computed` and appends the drawn tokens before the next call.
         """
         batch = Batch(budget=max(self.max_step_tokens - len(self.running), self.max_step_tokens // 4, 1))
-        for child in list(self.running):
-            if child.status is Status.RUNNING:
-                self._continue(child, batch)
+        for sequence in list(self.running):
+            if sequence.status is Status.RUNNING:
+                self._continue(sequence, batch)
         for family in list(self.families.values()):
-            if not (self._start_children(family, batch) if family.stem_resident else self._prefill(family, batch)):
+            if not (self._start_sequences(family, batch) if family.stem_resident else self._prefill(family, batch)):
                 break
         batch.chunks.sort(key=Chunk.order)
         for chunk in batch.chunks:
             chunk.draws = chunk.drawing()
         return batch
 
-    def _continue(self, child: Sequence, batch: Batch) -> None:
-        """Compute what a running child lacks: one token, or what a preemption made it lose."""
-        count = min(child.pending, max(batch.budget, 1))
-        need = self.blocks.blocks_for(child.table.computed + count) - len(child.table.blocks)
-        if self._make_room(need, child):
-            self._extend(batch, Chunk(child.family, child, child.table, child.table.computed, count), need)
+    def _continue(self, sequence: Sequence, batch: Batch) -> None:
+        """Compute what a running sequence lacks: one token, or what a preemption made it lose."""
+        count = min(sequence.pending, max(batch.budget, 1))
+        need = self.blocks.blocks_for(sequence.table.computed + count) - len(sequence.table.blocks)
+        if self._make_room(need, sequence):
+            self._extend(batch, Chunk(sequence.family, sequence, sequence.table, sequence.table.computed, count), need)
         else:
-            self._preempt(child)
+            self._preempt(sequence)
 
     def _extend(self, batch: Batch, chunk: Chunk, need: int) -> None:
         """Put a chunk into the batch with the blocks it needs; what is not plain decoding uses up the budget."""
         chunk.table.blocks += self.blocks.allocate(need)
         batch.chunks.append(chunk)
-        if chunk.child is None:
+        if chunk.sequence is None:
             self.counters.prompt_tokens_computed += chunk.count
             batch.budget -= chunk.count
         else:
             self.counters.recomputed_tokens += chunk.count - 1
             batch.budget -= chunk.count - 1
 
-    def _make_room(self, need: int, child: Sequence) -> bool:
-        """Free `need` blocks for a running child at the cost of those behind it; False if it must give way itself."""
+    def _make_room(self, need: int, sequence: Sequence) -> bool:
+        """Free `need` blocks for a running sequence at the cost of those behind; False if it must give way itself."""
         while self.blocks.num_free < need:
             last = self.running[-1]
-            if last.priority > child.priority:
+            if last.priority > sequence.priority:
                 self._preempt(last)
-            elif not self._drop_stem_behind(child.family):
+            elif not self._drop_stem_behind(sequence.family):
                 return False
         return True
 
-    def _preempt(self, child: Sequence) -> None:
-        self.blocks.release(child.table.clear())
-        self.running.remove(child)
-        child.status = Status.WAITING
+    def _preempt(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.table.clear())
+        self.running.remove(sequence)
+        sequence.status = Status.WAITING
         self.counters.preemptions += 1
 
     def _drop_stem_behind(self, family: Family) -> bool:
-        """Release the prompt of the newest family behind `family` that has blocks but no running child."""
+        """Release the prompt of the newest family behind `family` that has blocks but no running sequence."""
         for other in reversed(self.families.values()):
             if other.arrival <= family.arrival:
                 return False
@@ -153,7 +158,7 @@ class Scheduler:
         return False
 
     def _reserve(self, need: int, family: Family) -> bool:
-        """Whether `need` blocks are to be had for waiting work, leaving one for each running child to grow."""
+        """Whether `need` blocks are to be had for waiting work, leaving one for each running sequence to grow."""
         while self.blocks.num_free < need and not self.running and self._drop_stem_behind(family):
             pass
         return self.blocks.num_free >= need + len(self.running)
@@ -183,30 +188,30 @@ class Scheduler:
         if not family.forked:
             family.cached_tokens = stem.computed
 
-    def _start_children(self, family: Family, batch: Batch) -> bool:
-        """Fork waiting children off the stem while slots and blocks last; False when the queue behind must wait."""
-        for child in family.live:
-            if child.status is Status.RUNNING:
+    def _start_sequences(self, family: Family, batch: Batch) -> bool:
+        """Fork waiting sequences off the stem while slots and blocks last; False when the queue behind must wait."""
+        for sequence in family.live:
+            if sequence.status is Status.RUNNING:
                 continue
-            if len(self.running) >= self.max_running or not self._fork(child, batch):
+            if len(self.running) >= self.max_running or not self._fork(sequence, batch):
                 return False
         return True
 
-    def _fork(self, child: Sequence, batch: Batch) -> bool:
-        """Share the stem's full blocks, copy its partly filled one, and let the child run."""
-        family, table = child.family, child.table
+    def _fork(self, sequence: Sequence, batch: Batch) -> bool:
+        """Share the stem's full blocks, copy its partly filled one, and let the sequence run."""
+        family, table = sequence.family, sequence.table
         full = family.prompt_len // self.blocks.block_size
-        count = min(len(child.output_ids), max(batch.budget, 1))
+        count = min(len(sequence.output_ids), max(batch.budget, 1))
         need = self.blocks.blocks_for(family.prompt_len + count) - full
         if not self._reserve(need, family):
             return False
         table.blocks, table.digests = family.stem.blocks[:full], family.stem.digests[:full]
         table.computed = family.prompt_len
         self.blocks.share(table.blocks)
-        self._extend(batch, Chunk(family, child, table, table.computed, count), need)
+        self._extend(batch, Chunk(family, sequence, table, table.computed, count), need)
         batch.copies += zip(family.stem.blocks[full:], table.blocks[full:], strict=False)
-        child.status = Status.RUNNING
-        insort(self.running, child, key=lambda sequence: sequence.priority)
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=lambda other: other.priority)
         return True
 
     def computed(self, batch: Batch) -> None:
@@ -217,36 +222,47 @@ class Scheduler:
 
     def _publish(self, chunk: Chunk) -> None:
         table, size = chunk.table, self.blocks.block_size
-        output_ids = chunk.child.output_ids if chunk.child else []
+        output_ids = chunk.sequence.output_ids if chunk.sequence else []
         while self.blocks.prefix_cache and (len(table.digests) + 1) * size <= table.computed:
             digest = chunk.family.next_digest(table, output_ids, size)
             self.blocks.commit(table.blocks[len(table.digests)], digest)
             table.digests.append(digest)
 
-    def finish(self, child: Sequence) -> None:
-        """Let go of a child, and of its family with the last one. Idempotent."""
-        if child.status is Status.FINISHED:
+    def finish(self, sequence: Sequence) -> None:
+        """Let go of a sequence with all its children, and of its family with the last one. Idempotent."""
+        if sequence.status is Status.FINISHED:
             return
-        if child.status is Status.RUNNING:
-            self.running.remove(child)
-        child.status = Status.FINISHED
-        child.family.num_live -= 1
-        self.blocks.release(child.table.clear())
-        family = child.family
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        sequence.status = Status.FINISHED
+        self.blocks.release(sequence.table.clear())
+        family = sequence.family
+        family.num_live -= len(sequence.children)
         if family.num_live == 0:
             self.blocks.release(family.stem.clear())
             del self.families[family.request.parent_id, family.request.prompt_number]
 
-    def find(self, parent_id: str, indices: Iterable[int] | None = None) -> list[Sequence]:
-        """The live children of a parent here, all or those with the given choice indices."""
-        wanted = None if indices is None else set(indices)
-        families = [family for (parent, _), family in self.families.items() if parent == parent_id]
-        return [c for family in families for c in family.live if wanted is None or c.index in wanted]
+    def abort(self, parent_id: str, indices: Iterable[int]) -> None:
+        """Let go of children of a parent by choice index; a sequence goes on for those it has left. Idempotent."""
+        gone = frozenset(indices)
+        for family in [family for (parent, _), family in self.families.items() if parent == parent_id]:
+            for sequence in family.live:
+                self._take_out(sequence, gone.intersection(sequence.children))
+
+    def _take_out(self, sequence: Sequence, gone: frozenset[int]) -> None:
+        if len(gone) == len(sequence.children):
+            self.finish(sequence)
+        elif gone:
+            sequence.children = [index for index in sequence.children if index not in gone]
+            sequence.family.num_live -= len(gone)
 
     def check(self) -> None:
         """Raise AssertionError if blocks and tables, or lists and states, disagree."""
         tables = [family.stem.blocks for family in self.families.values()]
-        tables += [child.table.blocks for family in self.families.values() for child in family.children]
+        tables += [sequence.table.blocks for family in self.families.values() for sequence in family.sequences]
         self.blocks.check(tables)
-        running = [c for family in self.families.values() for c in family.live if c.status is Status.RUNNING]
-        assert sorted(running, key=lambda c: c.priority) == self.running, "running list does not match the states"
+        running = [s for family in self.families.values() for s in family.live if s.status is Status.RUNNING]
+        assert sorted(running, key=lambda s: s.priority) == self.running, "running list does not match the states"
+        for family in self.families.values():
+            counted = sum(len(sequence.children) for sequence in family.live)
+            assert counted == family.num_live, "the number of live children does not match the sequences"

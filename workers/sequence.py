@@ -1,7 +1,8 @@
 """Sequences and families: the state of one group's work, as the scheduler and the sampler see it.
 
-A family is one prompt and its children. Its *stem* holds the computed prompt as a block table of its own, as long as
-any child is alive; every child starts by sharing the stem's blocks, the first time and after a preemption alike.
+A family is one prompt and its children. What is computed for a child is its *sequence*; greedy siblings have one
+together, because they are equal. The family's *stem* holds the computed prompt as a block table of its own, as long as
+any child is alive; every sequence starts by sharing the stem's blocks, the first time and after a preemption alike.
 """
 
 from dataclasses import dataclass, field
@@ -42,8 +43,9 @@ class Family:
         self.forked = False
         """Whether every child has its first token; from then on the stem is only a prefix to start from."""
         self.cached_tokens = 0
-        self.children = [Sequence(self, spec) for spec in request.children]
-        self.num_live = len(self.children)
+        self.sequences = [Sequence(self, specs) for specs in _equal_children(request)]
+        self.num_live = len(request.children)
+        """Children whose sequence goes on and who were not aborted."""
 
     @property
     def prompt_len(self) -> int:
@@ -55,11 +57,11 @@ class Family:
 
     @property
     def live(self) -> list["Sequence"]:
-        return [child for child in self.children if child.status is not Status.FINISHED]
+        return [sequence for sequence in self.sequences if sequence.status is not Status.FINISHED]
 
     @property
     def idle(self) -> bool:
-        return not any(child.status is Status.RUNNING for child in self.children)
+        return not any(sequence.status is Status.RUNNING for sequence in self.sequences)
 
     def next_digest(self, table: KVTable, output_ids: list[int], block_size: int) -> bytes:
         """Digest of the first full block of `table` that has none yet."""
@@ -71,15 +73,26 @@ class Family:
         return content_digest(table.digests[-1] if table.digests else ROOT, tokens)
 
 
+def _equal_children(request: FamilyRequest) -> list[tuple[ChildSpec, ...]]:
+    """The children, those together whose tokens are equal by definition: without noise all, else each alone."""
+    return [request.children] if request.params.greedy else [(spec,) for spec in request.children]
+
+
 class Sequence:
-    """One child. Its KV covers prompt and output but for the newest token, which the next step computes."""
+    """One child, or several that are equal: computed once, handed out to each.
 
-    __slots__ = ("family", "finish_reason", "index", "output_ids", "sample", "seen", "status", "table")
+    Its KV covers prompt and output but for the newest token, which the next step computes.
+    """
 
-    def __init__(self, family: Family, spec: ChildSpec) -> None:
+    __slots__ = ("children", "family", "finish_reason", "index", "output_ids", "sample", "seen", "status", "table")
+
+    def __init__(self, family: Family, specs: tuple[ChildSpec, ...]) -> None:
         self.family = family
-        self.index = spec.index
-        self.sample = spec.sample
+        self.children = [spec.index for spec in specs]
+        """Choice indices of those it goes on for, or went on for when it finished; never empty."""
+        self.index = specs[0].index
+        """Its place among the family's sequences; stays when that child leaves."""
+        self.sample = specs[0].sample
         self.output_ids: list[int] = []
         self.table = KVTable()
         self.status = Status.WAITING
@@ -103,7 +116,7 @@ class Sequence:
         return self.family.arrival, self.index
 
     def append(self, token_id: int, eos_ids: frozenset[int]) -> int | None:
-        """Take the drawn token and set the finish reason if it ends the child; returns the stop id that matched."""
+        """Take the drawn token and set the finish reason if it ends the sequence; returns the stop id that matched."""
         params = self.family.request.params
         self.output_ids.append(token_id)
         if self.seen is not None:

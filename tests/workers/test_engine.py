@@ -100,10 +100,6 @@ def test_c2_noise_depends_on_seed_prompt_number_and_sample(lab: Lab):
     assert len({bits[0] for run in runs for bits in run.values()}) == 6
 
 
-def test_greedy_children_are_equal(lab: Lab):
-    assert len(set(lab.run([family("p", PROMPT, range(4), temperature=0.0)]).values())) == 1
-
-
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25}
 mixes = st.fixed_dictionaries(
     {

@@ -19,10 +19,11 @@ def scheduler(
     return Scheduler(blocks, max_running=max_running, max_step_tokens=max_step_tokens)
 
 
-def family(name: str, prompt: int | list[int], n: int, max_tokens: int = 4) -> FamilyRequest:
+def family(name: str, prompt: int | list[int], n: int, max_tokens: int = 4, temperature: float = 1.0) -> FamilyRequest:
     tokens = tuple(range(prompt)) if isinstance(prompt, int) else tuple(prompt)
     children = tuple(ChildSpec(i, i) for i in range(n))
-    return FamilyRequest(name, 0, tokens, children, SamplingParams(max_tokens=max_tokens, seed=0), "sink")
+    params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=temperature)
+    return FamilyRequest(name, 0, tokens, children, params, "sink")
 
 
 def run_step(s: Scheduler) -> Batch:
@@ -33,11 +34,11 @@ def run_step(s: Scheduler) -> Batch:
         assert chunk.count > 0 and s.blocks.blocks_for(chunk.start + chunk.count) <= len(chunk.table.blocks)
     s.computed(batch)
     for chunk in batch.chunks:
-        chunk.family.forked |= chunk.child is None and bool(chunk.draws)
-        for child in chunk.draws:
-            child.append(1000 + child.index, NO_EOS)
-            if child.finish_reason is not None:
-                s.finish(child)
+        chunk.family.forked |= chunk.sequence is None and bool(chunk.draws)
+        for sequence in chunk.draws:
+            sequence.append(1000 + sequence.index, NO_EOS)
+            if sequence.finish_reason is not None:
+                s.finish(sequence)
     s.check()
     return batch
 
@@ -73,7 +74,7 @@ def test_siblings_share_full_blocks_and_copy_only_the_partly_filled_one():
     for _ in range(4):
         run_step(s)
     for name, shared, copied in (("p", 2, True), ("q", 2, False)):
-        tables = [c.table.blocks for c in s.find(name)]
+        tables = [c.table.blocks for c in s.families[name, 0].live]
         stem = s.families[name, 0].stem.blocks
         assert all(table[:shared] == stem[:shared] for table in tables)
         assert len({table[shared] for table in tables}) == 3
@@ -162,7 +163,9 @@ def test_a_family_is_known_once():
         raise AssertionError("accepted twice")
 
 
-families = st.tuples(st.integers(1, 50), st.integers(1, 6), st.integers(1, 40), st.integers(0, 3))
+families = st.tuples(
+    st.integers(1, 50), st.integers(1, 6), st.integers(1, 40), st.integers(0, 3), st.sampled_from([0.0, 1.0])
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -176,18 +179,17 @@ families = st.tuples(st.integers(1, 50), st.integers(1, 6), st.integers(1, 40), 
 )
 def test_any_mix_finishes_or_is_cancelled_and_leaves_nothing(specs, num_blocks, max_running, budget, cache, data):
     s = scheduler(num_blocks, max_running=max_running, max_step_tokens=budget, cache=cache)
-    for number, (prompt, n, max_tokens, alphabet) in enumerate(specs):
+    for number, (prompt, n, max_tokens, alphabet, temperature) in enumerate(specs):
         tokens = [i % (alphabet + 1) for i in range(prompt)]
-        s.add(family(str(number), tokens, n, max_tokens))
+        s.add(family(str(number), tokens, n, max_tokens, temperature))
     for _ in range(data.draw(st.integers(0, 12))):
         if s.families:
             run_step(s)
-            for child in s.find(
+            s.abort(
                 data.draw(st.sampled_from([p for p, _ in s.families] or ["0"])),
-                [data.draw(st.integers(0, 5))],
-            ):
-                s.finish(child)
-                s.check()
+                data.draw(st.sets(st.integers(0, 5), max_size=3)),
+            )
+            s.check()
     run_all(s)
     assert s.blocks.num_used == 0 and not s.running and s.num_waiting == 0
 
@@ -197,8 +199,32 @@ def test_finishing_is_idempotent_in_every_state():
     s.add(family("p", 20, 3))
     run_step(s)
     run_step(s)
-    children = s.find("p")
-    assert {c.status for c in children} == {Status.RUNNING, Status.WAITING}
-    for child in [*children, *children]:
-        s.finish(child)
+    sequences = s.families["p", 0].sequences
+    assert {c.status for c in sequences} == {Status.RUNNING, Status.WAITING}
+    for sequence in [*sequences, *sequences]:
+        s.finish(sequence)
     assert not s.families and s.blocks.num_used == 0
+
+
+def test_a_greedy_family_takes_one_slot_and_weighs_its_children():
+    s = scheduler(max_running=2)
+    s.add(family("p", 20, 6, temperature=0.0))
+    s.add(family("q", 10, 3))
+    assert (s.num_running, s.num_waiting) == (0, 9)
+    assert [len(chunk.draws) for chunk in run_step(s).chunks] == [1, 3]
+    assert [chunk.family.request.parent_id for chunk in run_step(s).chunks] == ["p", "q"]
+    assert (s.num_running, s.num_waiting) == (7, 2)
+    s.abort("p", [0, 4])
+    assert (s.num_running, s.num_waiting) == (5, 2)
+
+
+def test_memory_of_a_greedy_family_is_that_of_one_child():
+    peaks = []
+    for n in (1, 32):
+        s = scheduler(256, max_running=32)
+        s.add(family("p", 100, n, max_tokens=40, temperature=0.0))
+        peaks.append(0)
+        while s.families:
+            run_step(s)
+            peaks[-1] = max(peaks[-1], s.blocks.num_used)
+    assert peaks[0] == peaks[1]
