@@ -16,7 +16,7 @@
 namespace choral {
 namespace {
 
-constexpr int64_t ROWS_PER_TILE = 16;     // query tokens; times the group of heads gives rows
+constexpr int64_t ROWS_PER_TILE = 64;     // query tokens; times the group of heads gives rows
 constexpr int64_t FEWEST_PER_TILE = 4;
 
 class Planner {

@@ -214,6 +214,25 @@ inline Words pairs(const c10::BFloat16* first, const c10::BFloat16* second, int6
 }
 inline void store(Pair* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
 
+// The first half of the lanes.
+inline Vec load_half(const float* from) {
+#if defined(__AVX512F__)
+  return _mm512_zextps256_ps512(_mm256_loadu_ps(from));
+#else
+  Vec x = {};
+  std::memcpy(&x, from, sizeof(x) / 2);
+  return x;
+#endif
+}
+
+inline void store_half(float* to, Vec x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_ps(to, _mm512_castps512_ps256(x));
+#else
+  std::memcpy(to, &x, sizeof(x) / 2);
+#endif
+}
+
 // The first `count` lanes only; the others read as `rest` and are not written.
 template <typename T>
 inline Vec load(const T* from, int64_t count, float rest = 0.0f) {
