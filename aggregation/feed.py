@@ -138,6 +138,10 @@ class FeedReader:
         finally:
             del self._mailboxes[parent_id]
 
+    async def lost(self) -> None:
+        """Returns when the aggregator is gone."""
+        await asyncio.wait((self._task,))
+
     def close(self) -> None:
         """Streams that still run end with an error."""
         self._writer.close()

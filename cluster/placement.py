@@ -11,6 +11,8 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.group_router import PinnedRequestRouter
 
+HEALTH_PERIOD_S = 2.0
+"""How often Serve asks a replica; one whose process has ended is noticed then, too."""
 GROUPS = "groups"
 """The deployment's name."""
 
@@ -54,7 +56,7 @@ def group_options(config: ClusterConfig, device: str) -> dict[str, Any]:
             "runtime_env": {"env_vars": RANK_ENVIRONMENT},
         },
         "max_ongoing_requests": 100_000,
-        "health_check_period_s": 5,
+        "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": 30,
         "graceful_shutdown_wait_loop_s": 0.2,
         "graceful_shutdown_timeout_s": config.drain_timeout_s,

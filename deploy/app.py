@@ -36,6 +36,7 @@ from workers.model_runner import resolve_device
 
 DEPLOY_TIMEOUT_S = 600.0
 """Longest wait for the groups to load their model once they are placed."""
+WATCH_S = 2.0
 CANCEL_S = 10.0
 """Longest wait for the router to cancel what runs when the cluster is stopped at once."""
 LAST_BYTES_S = 0.5
@@ -66,10 +67,24 @@ class RunningCluster:
         self._drain_timeout_s = config.drain_timeout_s
         self._stopped = False
 
-    def wait(self) -> None:
-        """Return when the application has died; a signal leaves by exception."""
-        while app_status() is ApplicationStatus.RUNNING:
-            time.sleep(5.0)
+    def wait(self, say: Say) -> None:
+        """Return when the application has died; a signal leaves by exception.
+
+        Serve replaces a part that is lost, for which it may take as long as for a start.
+        """
+        lost_at = None
+        while (status := app_status()) not in (None, ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.DELETING):
+            now = time.monotonic()
+            if status is ApplicationStatus.RUNNING:
+                if lost_at is not None:
+                    say("all parts run again")
+                lost_at = None
+            elif lost_at is None:
+                lost_at = now
+                say("a part of the cluster was lost and is being replaced")
+            elif now - lost_at > DEPLOY_TIMEOUT_S:
+                return
+            time.sleep(WATCH_S)
 
     def drain(self) -> None:
         """Take no new requests, let running ones finish for at most `drain_timeout_s`, then stop everything."""
@@ -96,8 +111,13 @@ class RunningCluster:
         self.stop()
 
 
-def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningCluster:
-    """Start or join Ray and deploy; returns when the cluster is ready to answer. Raises StartError."""
+def start(
+    config: ClusterConfig, *, say: Say = lambda line: None, meanwhile: Callable[[], None] = lambda: None
+) -> RunningCluster:
+    """Start or join Ray and deploy; returns when the cluster is ready to answer. Raises StartError.
+
+    `meanwhile` is called while the groups load the model.
+    """
     started = time.monotonic()
     try:
         folder = resolve(config.model)
@@ -119,6 +139,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None) -> RunningClus
         wait_for_room(config, device, say)
         _deploy(config, device)
         marks["Serve"] = time.monotonic()
+        meanwhile()
         marks["groups"] = _wait_until_running(say)
         marks["router"] = time.monotonic()
     except BaseException as error:

@@ -36,6 +36,13 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("parquet", "jsonl", "openai"), default="parquet", help="default: %(default)s")
     add("--extra", default="", metavar="A,B", help="fields of the input that say nothing about sampling")
     add("--force", action="store_true", help="drop what another job has written to DIR, and start anew")
+    add(
+        "--look-ahead",
+        type=int,
+        default=256,
+        metavar="N",
+        help="rows read in advance, of which the longest goes first (default: %(default)s)",
+    )
     add("--submit", metavar="ADDRESS", help="run as a job of the Ray whose dashboard is there, and follow its log")
     group = parser.add_argument_group("sampling", "For rows that do not say it themselves.")
     group.add_argument("-n", type=int, metavar="N", help="samples per row (default: 1)")
@@ -49,6 +56,8 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 def run_batch(args: argparse.Namespace) -> int:
     """Sample the input. Raises OptionError, CommandError; KeyboardInterrupt after finished samples are safe."""
+    if args.look_ahead < 1:
+        raise OptionError("--look-ahead: at least one row")
     if args.submit is not None:
         from deploy.batch_submit import submit
 
@@ -95,10 +104,11 @@ class _Job:
                 say("finished before: nothing is left to do")
             else:
                 self._check_options(store, running)
-                with batch_cluster.job_groups(self.config, store, running, say) as model:
+                with batch_cluster.job_groups(self.config, store, running, say, self.source.open) as model:
                     asyncio.run(_sample(self, model, store))
             return self._conclude(store)
         finally:
+            self.source.close()
             store.close()
 
     def _check_options(self, store: "SampleStore", running: bool) -> None:
@@ -166,7 +176,7 @@ async def _sample(job: _Job, model: "ModelInfo", store: "SampleStore") -> None:
     from deploy.batch_cluster import JobEngine
     from deploy.batch_progress import Status, reporting
     from router.batch.rows import RowReader, RowRules
-    from router.batch.runner import BatchError, BatchRunner
+    from router.batch.runner import BatchError, BatchRunner, RunOptions
     from router.limits import RouterLimits
     from router.serving import Serving
 
@@ -186,6 +196,7 @@ async def _sample(job: _Job, model: "ModelInfo", store: "SampleStore") -> None:
         RowReader(Serving.load(engine, limits), rules),
         capacity=lambda: max(int(engine.slots * QUEUED), 1),
         pieces=lambda: engine.groups,
+        options=RunOptions(look_ahead=job.args.look_ahead),
     )
     try:
         async with reporting(lambda: Status(runner.progress, job.source.fraction)):

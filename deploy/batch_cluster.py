@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import ray
@@ -127,11 +127,14 @@ class JobEngine:
 
 
 @contextlib.contextmanager
-def job_groups(config: ClusterConfig, store: SampleStore, running: bool, say: Say) -> Iterator[ModelInfo]:
+def job_groups(
+    config: ClusterConfig, store: SampleStore, running: bool, say: Say, meanwhile: Callable[[], None]
+) -> Iterator[ModelInfo]:
     """What the groups that answer serve: those that run already, or else groups started here and stopped at the end.
 
-    `running` is the answer of `join`. Groups of this very job, left by a run that was killed, are taken over, or
-    stopped when they are to be others now. Raises CommandError when groups cannot start.
+    `running` is the answer of `join`; `meanwhile` is called while groups start. Groups of this very job, left by a run
+    that was killed, are taken over, or stopped when they are to be others now. Raises CommandError when groups cannot
+    start.
     """
     wanted = config.model_dump(mode="json", exclude={"port", "address"})
     left = store.notes.get(_OWN)
@@ -147,7 +150,7 @@ def job_groups(config: ClusterConfig, store: SampleStore, running: bool, say: Sa
             RunningCluster(config, "").stop()
         ray.shutdown()
         store.note(_OWN, wanted)
-        cluster = _started(config, say)
+        cluster = _started(config, say, meanwhile)
     with cluster:
         yield about()
     store.note(_OWN, None)
@@ -165,9 +168,9 @@ def is_own(store: SampleStore) -> bool:
     return store.notes.get(_OWN) is not None
 
 
-def _started(config: ClusterConfig, say: Say) -> RunningCluster:
+def _started(config: ClusterConfig, say: Say, meanwhile: Callable[[], None]) -> RunningCluster:
     try:
-        return start(config, say=say)
+        return start(config, say=say, meanwhile=meanwhile)
     except StartError as error:
         raise CommandError(str(error)) from error
 

@@ -6,9 +6,10 @@ Nothing is counted before the start. Knows files and bytes, not what rows mean. 
 import asyncio
 import hashlib
 import logging
+import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import fsspec
@@ -26,6 +27,8 @@ BLOCK_BYTES = 1 << 20
 HASHED_BYTES = 2 << 30
 """Local input up to this size is hashed whole, about a second per GB. Beyond, size, time and both ends stand for it."""
 TABLE_ROWS = 1024
+POLL_S = 0.2
+"""How often a thread that waits looks whether it may go on waiting."""
 _END_BYTES = 8 << 20
 _READ_AHEAD = 64 << 20
 
@@ -69,6 +72,8 @@ class BatchInput:
         self._size = (self._rows_by_footers() if self._parquet else self._bytes) or 1
         self._read = 0
         """Of the size: rows of Parquet, bytes of lines."""
+        self._blocks: queue.Queue[Any] | None = None
+        self._closed = threading.Event()
 
     @property
     def fraction(self) -> float:
@@ -92,38 +97,53 @@ class BatchInput:
             stream.seek(-min(_END_BYTES, info["size"]), 2)
             return hashlib.sha256(head + stream.read() + f"{info['size']} {info['mtime']}".encode()).digest()
 
+    def open(self) -> None:
+        """Begin to read ahead, by a few blocks. Ray Data takes seconds for the first: best called before it is due."""
+        if self._blocks is None:
+            self._blocks = queue.Queue(2)
+            threading.Thread(target=self._read_into, args=(self._blocks,), name="input", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop reading; nothing may be opened afterwards."""
+        self._closed.set()
+
     async def rows(self) -> AsyncIterator[Raw]:
-        """All rows in order; blank lines are none. A thread reads ahead by a few blocks."""
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any](2)
-        stopped = threading.Event()
-
-        def put(item: Any) -> None:
-            if not stopped.is_set():
-                asyncio.run_coroutine_threadsafe(queue.put(item), loop).result()
-
-        def read() -> None:
-            try:
-                with closing(iter(self._dataset().iter_batches(batch_size=None, batch_format="pyarrow"))) as blocks:
-                    for block in blocks:
-                        for piece in block.to_batches(max_chunksize=TABLE_ROWS):
-                            put(piece)
-                        if stopped.is_set():
-                            return
-                put(None)
-            except Exception as error:
-                put(error)
-
-        threading.Thread(target=read, name="input", daemon=True).start()
+        """All rows in order; blank lines are none. To be called once."""
+        self.open()
         try:
-            while (item := await queue.get()) is not None:
+            while (item := await asyncio.to_thread(self._next)) is not None:
                 if isinstance(item, Exception):
                     raise item
                 for row in self._rows_of(item):
                     yield row
         finally:
-            stopped.set()
-            while not queue.empty():
-                queue.get_nowait()
+            self.close()
+
+    def _read_into(self, blocks: "queue.Queue[Any]") -> None:
+        def put(item: Any) -> None:
+            while not self._closed.is_set():
+                with suppress(queue.Full):
+                    blocks.put(item, timeout=POLL_S)
+                    return
+
+        try:
+            with closing(iter(self._dataset().iter_batches(batch_size=None, batch_format="pyarrow"))) as read:
+                for block in read:
+                    for piece in block.to_batches(max_chunksize=TABLE_ROWS):
+                        put(piece)
+                    if self._closed.is_set():
+                        return
+            put(None)
+        except Exception as error:
+            put(error)
+
+    def _next(self) -> Any:
+        """The next block, an error, or None at the end or after `close`."""
+        assert self._blocks is not None
+        while not self._closed.is_set():
+            with suppress(queue.Empty):
+                return self._blocks.get(timeout=POLL_S)
+        return None
 
     def _rows_of(self, batch: pa.RecordBatch) -> Iterator[Raw]:
         if self._parquet:

@@ -31,7 +31,7 @@ def run_serve(args: argparse.Namespace) -> int:
     with running_cluster(cluster_config(args)) as cluster:
         print(f"Ready: {cluster.url}\n\n{example(cluster.url, cluster.model_name)}\n", flush=True)
         try:
-            cluster.wait()
+            cluster.wait(say)
         except KeyboardInterrupt:
             say("Draining: no new requests, running ones finish. Ctrl-C again stops at once.")
             cluster.drain()

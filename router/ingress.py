@@ -5,6 +5,8 @@ place where HTTP, dispatcher and aggregator meet.
 """
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -19,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from aggregation.actor import AggregatorActor
 from aggregation.feed import FeedReader
 from cluster.config import ClusterConfig
+from cluster.placement import HEALTH_PERIOD_S
 from router.app import create_app
 from router.batch_executor import BatchExecutor
 from router.engine import ModelInfo
@@ -28,7 +31,11 @@ from router.middleware import ProxyNamesRequests
 from router.ray_engine import RayEngine, answers
 from workers.checkpoint import resolve, tokenizer_folder
 
+log = logging.getLogger(__name__)
+
 READY_POLL_S = 0.25
+LAST_ERRORS_S = 0.5
+"""What a router without its aggregator takes to tell its clients so."""
 
 
 def router_options(drain_timeout_s: float) -> dict[str, Any]:
@@ -38,6 +45,7 @@ def router_options(drain_timeout_s: float) -> dict[str, Any]:
         "num_replicas": 1,
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": 100_000,
+        "health_check_period_s": HEALTH_PERIOD_S,
         "graceful_shutdown_wait_loop_s": 0.2,
         "graceful_shutdown_timeout_s": drain_timeout_s,
     }
@@ -58,9 +66,11 @@ class Ingress:
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
         self._aggregator = make_aggregator(tokenizer)
-        feed = await FeedReader.connect(await self._aggregator.listen.remote())
+        self._feed = await FeedReader.connect(await self._aggregator.listen.remote())
         model = await _await_model(groups, config.served_name or folder.name, tokenizer, generation)
-        self._engine = RayEngine(model, groups, self._aggregator, feed, self._aggregator._actor_id.hex(), generation)
+        self._engine = RayEngine(
+            model, groups, self._aggregator, self._feed, self._aggregator._actor_id.hex(), generation
+        )
 
     async def about(self) -> ModelInfo:
         """What is served; a job on the same cluster asks."""
@@ -85,13 +95,21 @@ class Ingress:
         @asynccontextmanager
         async def watching(app: FastAPI) -> AsyncIterator[None]:
             await engine.refresh()
-            task = asyncio.create_task(engine.watch())
+            tasks = [asyncio.create_task(engine.watch()), asyncio.create_task(self._end_with_aggregator())]
             async with serving(app), self._http(app):
                 yield
-            task.cancel()
+            for task in tasks:
+                task.cancel()
 
         app.router.lifespan_context = watching
         return app if self._listen else ProxyNamesRequests(app)
+
+    async def _end_with_aggregator(self) -> None:
+        """End this process when its aggregator is lost, so that Serve replaces both: nothing can be answered here."""
+        await self._feed.lost()
+        log.error("the aggregator was lost; the router ends, to be started anew")
+        await asyncio.sleep(LAST_ERRORS_S)
+        os._exit(1)
 
     def _http(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
         return listening(app, self._config.host, self._config.port) if self._listen else nullcontext()

@@ -1,48 +1,66 @@
 """Speed of a batch job over that of the engine alone, on the same rows, and the ratio of the two.
 
-    python -m tests.system.batch_bench --rows 64 --samples 8 --tokens 64
+    python -m tests.system.batch_bench --rows 192 --samples 8 --tokens 64
+    python -m tests.system.batch_bench --rows 192 --spread
 
-The engine alone runs in this process with all families queued at once; the job is the whole `choral batch` command with
-a group of its own, measured from its first row to its last.
+The engine alone runs in this process with all families queued at once, before the job and after it, for the machine
+changes its pace; the job is the whole `choral batch` command with a group of its own, measured from the moment its
+groups are ready to its last row. With `--spread` rows have 1/4 to 7/4 of the tokens, and the job runs a second time
+without the longest rows first.
 """
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.engines import Lab, family
 from tests.system.batch_kills import Plan, write_input
 from workers import checkpoint
 
 
-def engine_alone(plan: Plan, source: Path) -> float:
-    """Tokens per second."""
-    from router.protocol import ChatFields
-    from router.tokenizer import Tokenizer
-
-    folder = checkpoint.resolve(None)
-    lab, tokenizer = Lab(folder, kv_blocks=1365, block_size=32), Tokenizer(folder)
-    chats = [ChatFields.model_validate({"messages": json.loads(line)["messages"]}) for line in source.open()]
-    prompts = [tokenizer._encode([tokenizer.chat_text(chat)], False)[0] for chat in chats]
-    values = {"max_tokens": plan.tokens, "logprobs": 0}
-    families = [family(str(i), prompt, range(plan.samples), **values) for i, prompt in enumerate(prompts)]
-    lab.run(families[:1])
-    started = time.monotonic()
-    made = lab.run(families)
-    return sum(len(bits[0]) for bits in made.values()) / (time.monotonic() - started)
-
-
-def job(plan: Plan, source: Path, output: Path) -> tuple[float, float]:
-    """Tokens per second, and the share of the time after the queue ran dry."""
-    rows = [json.loads(line) | {"ignore_eos": True} for line in source.open()]
+def write_rows(plan: Plan, spread: bool, source: Path) -> list[dict[str, Any]]:
+    """The input, every row with its own number of tokens."""
+    write_input(plan, source)
+    rng = random.Random(plan.seed)
+    least, most = (plan.tokens // 4, plan.tokens * 7 // 4) if spread else (plan.tokens, plan.tokens)
+    extra = [{"ignore_eos": True, "max_tokens": rng.randint(least, most)} for _ in range(plan.rows)]
+    rows = [json.loads(line) | more for line, more in zip(source.open(), extra, strict=True)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["-n", str(plan.samples), "--max-tokens", str(plan.tokens), "--output", str(output)]
-    command = [sys.executable, "-m", "deploy.cli", "batch", str(source), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return rows
+
+
+class EngineAlone:
+    def __init__(self, plan: Plan, rows: list[dict[str, Any]]) -> None:
+        from router.protocol import ChatFields
+        from router.tokenizer import Tokenizer
+
+        folder = checkpoint.resolve(None)
+        self._lab, tokenizer = Lab(folder, kv_blocks=1365, block_size=32), Tokenizer(folder)
+        chats = [ChatFields.model_validate({"messages": row["messages"]}) for row in rows]
+        prompts = [tokenizer._encode([tokenizer.chat_text(chat)], False)[0] for chat in chats]
+        self._families = [
+            family(str(i), prompt, range(plan.samples), max_tokens=row["max_tokens"], logprobs=0)
+            for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+        ]
+        self._lab.run(self._families[:1])
+
+    def speed(self) -> float:
+        """Tokens per second."""
+        started = time.monotonic()
+        made = self._lab.run(self._families)
+        return sum(len(bits[0]) for bits in made.values()) / (time.monotonic() - started)
+
+
+def job(plan: Plan, source: Path, output: Path, *options: str) -> tuple[float, float]:
+    """Tokens per second, and the share of the time after the queue ran dry."""
+    command = [sys.executable, "-m", "deploy.cli", "batch", str(source), "-n", str(plan.samples), *options]
+    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     return summary["tokens"] / summary["seconds"], summary["tail_s"] / summary["seconds"]
 
@@ -51,15 +69,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of a batch job over that of the engine alone.")
     for name, default in (("rows", 64), ("samples", 8), ("tokens", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    plan = Plan(kills=0, **vars(parser.parse_args()))
+    parser.add_argument("--spread", action="store_true", help="rows of different lengths")
+    values = vars(parser.parse_args())
+    spread = values.pop("spread")
+    plan = Plan(kills=0, **values)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
-        write_input(plan, source)
-        alone = engine_alone(plan, source)
-        print(f"engine alone {alone:8.0f} tok/s", flush=True)
-        batch, tail = job(plan, source, Path(folder) / "out")
-    print(f"choral batch {batch:8.0f} tok/s, {tail:.0%} of the time after the queue ran dry")
-    print(f"ratio        {batch / alone:8.2f}")
+        alone = EngineAlone(plan, write_rows(plan, spread, source))
+        speeds = [alone.speed()]
+        jobs = {"choral batch": job(plan, source, Path(folder) / "out")}
+        if spread:
+            jobs["first come, first served"] = job(plan, source, Path(folder) / "out2", "--look-ahead", "1")
+        speeds.append(alone.speed())
+    print(f"engine alone {speeds[0]:.0f} and {speeds[1]:.0f} tok/s")
+    for name, (speed, tail) in jobs.items():
+        ratio = 2 * speed / sum(speeds)
+        print(f"{name} {speed:.0f} tok/s, {tail:.0%} of the time after the queue ran dry; {ratio:.2f} of the engine")
 
 
 if __name__ == "__main__":
