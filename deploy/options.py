@@ -48,8 +48,11 @@ def refuse_server_options(args: argparse.Namespace, *others: str) -> None:
 
 
 def own_server_config(args: argparse.Namespace) -> ClusterConfig:
-    """As `cluster_config`, on a free port unless one is given: for a server that a command starts for itself."""
-    return cluster_config(args, **({} if "port" in given(args) else {"port": 0}))
+    """As `cluster_config`, for a server that a command starts for itself: on a free port, and without Ray's dashboard.
+
+    Either may be given on the command line.
+    """
+    return cluster_config(args, **{"port": 0, "dashboard": False, **given(args)})
 
 
 def cluster_config(args: argparse.Namespace, **overrides: Any) -> ClusterConfig:
