@@ -147,11 +147,13 @@ class FeedReader:
         self._writer.close()
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
-        with suppress(OSError, EOFError):
-            while True:
-                parent_id, message = await _receive(reader)
-                if (mailbox := self._mailboxes.get(parent_id)) is not None:
-                    mailbox.put(message)
-        self.close()
-        for mailbox in self._mailboxes.values():
-            mailbox.put(AggregatorLostError("the aggregator was lost"))
+        try:
+            with suppress(OSError, EOFError):
+                while True:
+                    parent_id, message = await _receive(reader)
+                    if (mailbox := self._mailboxes.get(parent_id)) is not None:
+                        mailbox.put(message)
+        finally:
+            self.close()
+            for mailbox in self._mailboxes.values():
+                mailbox.put(AggregatorLostError("the aggregator was lost"))

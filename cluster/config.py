@@ -61,12 +61,14 @@ class ClusterConfig(BaseModel):
         return self
 
     @classmethod
-    def load(cls, path: Path | None, overrides: dict[str, Any]) -> "ClusterConfig":
-        """The YAML file at `path` with `overrides` on top. Raises ValueError naming the key that is wrong."""
+    def load(
+        cls, path: Path | None, overrides: dict[str, Any], defaults: dict[str, Any] | None = None
+    ) -> "ClusterConfig":
+        """The YAML file at `path` over `defaults`, with `overrides` on top. Raises ValueError naming a wrong key."""
         values: Any = yaml.safe_load(path.read_text()) if path else {}
         if values is not None and not isinstance(values, dict):
             raise ValueError(f"{path} is not a mapping of options")
-        return cls.model_validate({**(values or {}), **overrides})
+        return cls.model_validate({**(defaults or {}), **(values or {}), **overrides})
 
     def engine(self, model_folder: str) -> EngineConfig:
         """The part one group's engine needs."""

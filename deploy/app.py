@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from unittest.mock import patch
 
 import ray
@@ -31,6 +31,8 @@ from cluster.placement import GROUPS, PlacementError, wait_for_room
 from deploy.application import application, check_model, cluster_device
 from deploy.serve_config import APP
 from kernels import ops
+from router.http_server import listener
+from router.ingress import ROUTER
 from workers.checkpoint import cache_folder, resolve, tokenizer_folder
 from workers.model_runner import resolve_device
 
@@ -61,7 +63,8 @@ class RunningCluster:
     """A cluster that answers. As a context manager it stops at the end of the block."""
 
     def __init__(self, config: ClusterConfig, model_name: str) -> None:
-        self.url = f"http://{config.host}:{config.port}"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{config.port}"
         self.model_name = model_name
         self._owns_ray = config.address is None
         self._drain_timeout_s = config.drain_timeout_s
@@ -81,7 +84,7 @@ class RunningCluster:
                 lost_at = None
             elif lost_at is None:
                 lost_at = now
-                say("a part of the cluster was lost and is being replaced")
+                say(f"the application is {status.value.lower()}: Serve replaces a part of it")
             elif now - lost_at > DEPLOY_TIMEOUT_S:
                 return
             time.sleep(WATCH_S)
@@ -90,7 +93,9 @@ class RunningCluster:
         """Take no new requests, let running ones finish for at most `drain_timeout_s`, then stop everything."""
         if not self._stopped:
             with suppress(RayError, RayServeException, TimeoutError):
-                serve.get_app_handle(APP).drain.remote().result(timeout_s=self._drain_timeout_s)
+                # A router that is being replaced has nothing to finish, and a call to it waits.
+                timeout_s = self._drain_timeout_s if _healthy(_app(), ROUTER) else CANCEL_S
+                serve.get_app_handle(APP).drain.remote().result(timeout_s=timeout_s)
                 time.sleep(LAST_BYTES_S)
         self.stop()
 
@@ -111,12 +116,20 @@ class RunningCluster:
         self.stop()
 
 
-def start(
-    config: ClusterConfig, *, say: Say = lambda line: None, meanwhile: Callable[[], None] = lambda: None
-) -> RunningCluster:
+class Beside(Protocol):
+    """What a command can do already while the groups load the model."""
+
+    def open(self) -> None: ...
+
+    def close(self) -> None:
+        """Must have let go of Ray when it returns."""
+        ...
+
+
+def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside | None = None) -> RunningCluster:
     """Start or join Ray and deploy; returns when the cluster is ready to answer. Raises StartError.
 
-    `meanwhile` is called while the groups load the model.
+    `beside` is opened on the way, and closed again if the start fails.
     """
     started = time.monotonic()
     try:
@@ -139,10 +152,13 @@ def start(
         wait_for_room(config, device, say)
         _deploy(config, device)
         marks["Serve"] = time.monotonic()
-        meanwhile()
+        if beside is not None:
+            beside.open()
         marks["groups"] = _wait_until_running(say)
         marks["router"] = time.monotonic()
     except BaseException as error:
+        if beside is not None:
+            beside.close()
         _stop(config.address is None)
         if isinstance(error, PlacementError):
             raise StartError(str(error)) from error
@@ -190,12 +206,7 @@ def _files_folder(config: ClusterConfig) -> str:
 
 def _bindable(host: str, port: int) -> int:
     """`port`, or a free one for 0. Raises OSError naming the address if it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    with listener(host, port) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -276,15 +287,15 @@ def _wait_until_running(say: Say) -> float:
             raise StartError(_failure())
         if time.monotonic() > deadline:
             raise StartError(f"the groups were not ready after {DEPLOY_TIMEOUT_S:.0f} s")
-        if groups_ready is None and app is not None and _groups_healthy(app):
+        if groups_ready is None and _healthy(app, GROUPS):
             groups_ready = time.monotonic()
         time.sleep(0.1)
     return groups_ready or time.monotonic()
 
 
-def _groups_healthy(app: ApplicationStatusOverview) -> bool:
-    groups = app.deployments.get(GROUPS)
-    return groups is not None and groups.status is DeploymentStatus.HEALTHY
+def _healthy(app: ApplicationStatusOverview | None, name: str) -> bool:
+    part = app.deployments.get(name) if app else None
+    return part is not None and part.status is DeploymentStatus.HEALTHY
 
 
 def _failure() -> str:

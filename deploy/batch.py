@@ -104,11 +104,13 @@ class _Job:
                 say("finished before: nothing is left to do")
             else:
                 self._check_options(store, running)
-                with batch_cluster.job_groups(self.config, store, running, say, self.source.open) as model:
-                    asyncio.run(_sample(self, model, store))
+                with batch_cluster.job_groups(self.config, store, running, say, self.source) as model:
+                    try:
+                        asyncio.run(_sample(self, model, store))
+                    finally:
+                        self.source.close()
             return self._conclude(store)
         finally:
-            self.source.close()
             store.close()
 
     def _check_options(self, store: "SampleStore", running: bool) -> None:

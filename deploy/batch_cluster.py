@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import ray
@@ -23,7 +23,7 @@ from aggregation.parent_request import ParentRequest
 from aggregation.results import ParentResult, ParentUpdate
 from cluster.config import ClusterConfig
 from cluster.placement import GROUPS
-from deploy.app import RunningCluster, Say, StartError, app_status, connect, start
+from deploy.app import Beside, RunningCluster, Say, StartError, app_status, connect, start
 from deploy.errors import CommandError
 from deploy.serve_config import APP
 from router.batch.store import SampleStore
@@ -39,6 +39,8 @@ ANSWER_S = 30.0
 
 COMING_UP_S = 120.0
 """Longest wait for an application that is there but does not answer."""
+LOST = (RayError, OSError)
+"""What making an aggregator raises when it, or the way to it, is gone at once."""
 _OWN = "groups"
 """The note in the output folder that says which groups the job has started."""
 
@@ -89,7 +91,8 @@ class JobEngine:
                 async for update in updates:
                     yield update
         except (GenerationError, RayError, RayServeException) as error:
-            await self._check_aggregator()
+            with contextlib.suppress(*LOST):  # the watcher goes on trying
+                await self._check_aggregator()
             raise GenerationError(str(error).partition("\n")[0]) from error
 
     async def complete(self, parent: ParentRequest) -> ParentResult:
@@ -101,7 +104,7 @@ class JobEngine:
             await asyncio.sleep(PING_S)
             try:
                 await self._check_aggregator()
-            except RayError:
+            except LOST:
                 log.exception("could not make a new aggregator")
 
     async def _check_aggregator(self) -> None:
@@ -128,11 +131,11 @@ class JobEngine:
 
 @contextlib.contextmanager
 def job_groups(
-    config: ClusterConfig, store: SampleStore, running: bool, say: Say, meanwhile: Callable[[], None]
+    config: ClusterConfig, store: SampleStore, running: bool, say: Say, beside: Beside
 ) -> Iterator[ModelInfo]:
     """What the groups that answer serve: those that run already, or else groups started here and stopped at the end.
 
-    `running` is the answer of `join`; `meanwhile` is called while groups start. Groups of this very job, left by a run
+    `running` is the answer of `join`; `beside` begins while groups start. Groups of this very job, left by a run
     that was killed, are taken over, or stopped when they are to be others now. Raises CommandError when groups cannot
     start.
     """
@@ -150,7 +153,7 @@ def job_groups(
             RunningCluster(config, "").stop()
         ray.shutdown()
         store.note(_OWN, wanted)
-        cluster = _started(config, say, meanwhile)
+        cluster = _started(config, say, beside)
     with cluster:
         yield about()
     store.note(_OWN, None)
@@ -168,9 +171,9 @@ def is_own(store: SampleStore) -> bool:
     return store.notes.get(_OWN) is not None
 
 
-def _started(config: ClusterConfig, say: Say, meanwhile: Callable[[], None]) -> RunningCluster:
+def _started(config: ClusterConfig, say: Say, beside: Beside) -> RunningCluster:
     try:
-        return start(config, say=say, meanwhile=meanwhile)
+        return start(config, say=say, beside=beside)
     except StartError as error:
         raise CommandError(str(error)) from error
 

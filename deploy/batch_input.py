@@ -27,6 +27,8 @@ BLOCK_BYTES = 1 << 20
 HASHED_BYTES = 2 << 30
 """Local input up to this size is hashed whole, about a second per GB. Beyond, size, time and both ends stand for it."""
 TABLE_ROWS = 1024
+CLOSE_S = 5.0
+"""Longest wait for the thread that reads; Ray Data lets go after a block."""
 POLL_S = 0.2
 """How often a thread that waits looks whether it may go on waiting."""
 _END_BYTES = 8 << 20
@@ -73,6 +75,7 @@ class BatchInput:
         self._read = 0
         """Of the size: rows of Parquet, bytes of lines."""
         self._blocks: queue.Queue[Any] | None = None
+        self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
     @property
@@ -101,11 +104,14 @@ class BatchInput:
         """Begin to read ahead, by a few blocks. Ray Data takes seconds for the first: best called before it is due."""
         if self._blocks is None:
             self._blocks = queue.Queue(2)
-            threading.Thread(target=self._read_into, args=(self._blocks,), name="input", daemon=True).start()
+            self._thread = threading.Thread(target=self._read_into, args=(self._blocks,), name="input", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
-        """Stop reading; nothing may be opened afterwards."""
+        """Stop reading for good, and wait until Ray is not used any more: a call after its end ends the process."""
         self._closed.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
     async def rows(self) -> AsyncIterator[Raw]:
         """All rows in order; blank lines are none. To be called once."""
@@ -117,7 +123,7 @@ class BatchInput:
                 for row in self._rows_of(item):
                     yield row
         finally:
-            self.close()
+            await asyncio.to_thread(self.close)
 
     def _read_into(self, blocks: "queue.Queue[Any]") -> None:
         def put(item: Any) -> None:

@@ -48,21 +48,20 @@ def refuse_server_options(args: argparse.Namespace, *others: str) -> None:
 
 
 def own_server_config(args: argparse.Namespace) -> ClusterConfig:
-    """As `cluster_config`, for a server that a command starts for itself: on a free port, and without Ray's dashboard.
-
-    Either may be given on the command line.
+    """As `cluster_config`, for a server that a command starts for itself: on a free port and without Ray's dashboard,
+    unless told otherwise.
     """
-    return cluster_config(args, **{"port": 0, "dashboard": False, **given(args)})
+    return cluster_config(args, port=0, dashboard=False)
 
 
-def cluster_config(args: argparse.Namespace, **overrides: Any) -> ClusterConfig:
-    """The YAML file, if any, with the options given on the command line on top, `overrides` on top of both.
+def cluster_config(args: argparse.Namespace, **defaults: Any) -> ClusterConfig:
+    """The YAML file, if any, over `defaults`, with the options given on the command line on top.
 
     Raises OptionError naming the option or key that is wrong.
     """
     path: Path | None = args.config
     try:
-        return ClusterConfig.load(path, {**given(args), **overrides})
+        return ClusterConfig.load(path, given(args), defaults)
     except OSError as error:
         raise OptionError(f"--config {path}: {error.strerror or error}") from error
     except yaml.YAMLError as error:

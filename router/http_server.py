@@ -19,9 +19,17 @@ LINGER_S = 5
 START_POLL_S = 0.01
 
 
+def listener(host: str, port: int) -> socket.socket:
+    """A socket that listens; clients that come before it is served wait. Raises OSError naming the address."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
 @asynccontextmanager
-async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[None]:
-    """Serve `app`, whose lifespan is the caller's, at host:port. Raises OSError if the address is taken."""
+async def serving_on(listening: socket.socket, app: ASGIApp) -> AsyncIterator[None]:
+    """Serve `app`, whose lifespan is the caller's, and close the socket at the end."""
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -31,16 +39,15 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[None]:
         timeout_graceful_shutdown=LINGER_S,
     )
     server = uvicorn.Server(config)
-    with socket.create_server((host, port), family=_family(host), backlog=config.backlog) as listener:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not task.done():
+    with listening:
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError("the HTTP server did not start")
             await asyncio.sleep(START_POLL_S)
         try:
             yield
         finally:
             server.should_exit = True
             await task
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

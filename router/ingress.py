@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from cluster.placement import HEALTH_PERIOD_S
 from router.app import create_app
 from router.batch_executor import BatchExecutor
 from router.engine import ModelInfo
-from router.http_server import listening
+from router.http_server import listener, serving_on
 from router.limits import RouterLimits
 from router.middleware import ProxyNamesRequests
 from router.ray_engine import RayEngine, answers
@@ -33,6 +33,8 @@ from workers.checkpoint import resolve, tokenizer_folder
 
 log = logging.getLogger(__name__)
 
+ROUTER = "router"
+"""The name of the deployment."""
 READY_POLL_S = 0.25
 LAST_ERRORS_S = 0.5
 """What a router without its aggregator takes to tell its clients so."""
@@ -41,7 +43,7 @@ LAST_ERRORS_S = 0.5
 def router_options(drain_timeout_s: float) -> dict[str, Any]:
     """Serve options of the router. Its limits are a second fence far behind admission."""
     return {
-        "name": "router",
+        "name": ROUTER,
         "num_replicas": 1,
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": 100_000,
@@ -62,7 +64,7 @@ class Ingress:
         self, config: ClusterConfig, groups: Any, generation: str, listen: bool
     ) -> None:
         self._config = config
-        self._listen = listen
+        self._listener = listener(config.host, config.port) if listen else None
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
         self._aggregator = make_aggregator(tokenizer)
@@ -98,11 +100,14 @@ class Ingress:
             tasks = [asyncio.create_task(engine.watch()), asyncio.create_task(self._end_with_aggregator())]
             async with serving(app), self._http(app):
                 yield
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._config.drain_timeout_s):
+                        await self.drain()
             for task in tasks:
                 task.cancel()
 
         app.router.lifespan_context = watching
-        return app if self._listen else ProxyNamesRequests(app)
+        return app if self._listener else ProxyNamesRequests(app)
 
     async def _end_with_aggregator(self) -> None:
         """End this process when its aggregator is lost, so that Serve replaces both: nothing can be answered here."""
@@ -112,7 +117,7 @@ class Ingress:
         os._exit(1)
 
     def _http(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
-        return listening(app, self._config.host, self._config.port) if self._listen else nullcontext()
+        return serving_on(self._listener, app) if self._listener else nullcontext()
 
 
 def _limits(config: ClusterConfig) -> RouterLimits:

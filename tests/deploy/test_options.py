@@ -4,7 +4,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from deploy.errors import OptionError
-from deploy.options import add_cluster_options, cluster_config, given, option_name
+from deploy.options import add_cluster_options, cluster_config, given, option_name, own_server_config
 
 
 @pytest.fixture
@@ -56,12 +56,20 @@ def test_every_field_can_be_set_and_keeps_its_type(parser):
     }
 
 
-def test_only_what_was_given_overrides_the_file(parser, tmp_path):
+def test_only_what_was_given_overrides_the_file_and_the_file_the_defaults(parser, tmp_path):
     file = tmp_path / "choral.yaml"
     file.write_text("tp: 3\ngroups: 2\nprefix_cache: false\nport: 9000\n")
     args = parser.parse_args(["--config", str(file), "--groups", "4"])
-    config = cluster_config(args, port=0)
-    assert (config.tp, config.groups, config.prefix_cache, config.port) == (3, 4, False, 0)
+    config = cluster_config(args, port=0, max_n=5)
+    assert (config.tp, config.groups, config.prefix_cache, config.port, config.max_n) == (3, 4, False, 9000, 5)
+
+
+def test_a_server_of_a_command_has_a_free_port_and_no_dashboard_unless_told_otherwise(parser, tmp_path):
+    file = tmp_path / "choral.yaml"
+    file.write_text("dashboard: true\n")
+    for line, expected in (([], (0, False)), (["--config", str(file), "--port", "9000"], (9000, True))):
+        config = own_server_config(parser.parse_args(line))
+        assert (config.port, config.dashboard) == expected
 
 
 @pytest.mark.parametrize(
