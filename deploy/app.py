@@ -31,7 +31,7 @@ from cluster.placement import GROUPS, PlacementError, wait_for_room
 from deploy.application import application, check_model, cluster_device
 from deploy.serve_config import APP
 from kernels import ops
-from router.http_server import listener
+from router.http_server import reserve
 from router.ingress import ROUTER
 from workers.checkpoint import cache_folder, resolve, tokenizer_folder
 from workers.model_runner import resolve_device
@@ -62,11 +62,13 @@ class StartError(Exception):
 class RunningCluster:
     """A cluster that answers. As a context manager it stops at the end of the block."""
 
-    def __init__(self, config: ClusterConfig, model_name: str) -> None:
+    def __init__(self, config: ClusterConfig, model_name: str, address: socket.socket | None = None) -> None:
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{config.port}"
         self.model_name = model_name
         self._owns_ray = config.address is None
+        self._address = address
+        """Keeps the port for a router that replaces a lost one."""
         self._drain_timeout_s = config.drain_timeout_s
         self._stopped = False
 
@@ -106,6 +108,8 @@ class RunningCluster:
             with suppress(RayError, RayServeException, TimeoutError):
                 serve.get_app_handle(APP).cancel_all.remote().result(timeout_s=CANCEL_S)
             _stop(self._owns_ray)
+            if self._address is not None:
+                self._address.close()
 
     def __enter__(self) -> Self:
         return self
@@ -137,13 +141,16 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside
         tokenizer_folder(folder)
         device = _local_device(config)
         check_model(config, folder, device)
-        port = _bindable(config.host, config.port)
-        config = config.model_copy(update={"files_dir": _files_folder(config), "port": port})
+        files = _files_folder(config)
         _reach(config.address)
+        address = reserve(config.host, config.port)
     except (ValueError, OSError, RuntimeError) as error:
         raise StartError(str(error)) from error
+    config = config.model_copy(update={"files_dir": files, "port": address.getsockname()[1]})
     if config.address is None:
         say(ops.implementation(device))
+    else:
+        address.close()  # Serve's proxies take it, here and elsewhere
     try:
         with _interrupts_held():
             _start_ray(config, device, say)
@@ -160,13 +167,14 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside
         if beside is not None:
             beside.close()
         _stop(config.address is None)
+        address.close()
         if isinstance(error, PlacementError):
             raise StartError(str(error)) from error
         raise
     begins = [started, *marks.values()]
     parts = ", ".join(f"{part} {end - begin:.1f}" for begin, (part, end) in zip(begins, marks.items(), strict=False))
     say(f"ready after {begins[-1] - started:.1f} s ({parts})")
-    return RunningCluster(config, config.served_name or folder.name)
+    return RunningCluster(config, config.served_name or folder.name, address)
 
 
 def _local_device(config: ClusterConfig) -> str:
@@ -202,12 +210,6 @@ def _files_folder(config: ClusterConfig) -> str:
     folder = Path(config.files_dir).expanduser().absolute() if config.files_dir else cache_folder() / "files"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return str(folder)
-
-
-def _bindable(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises OSError naming the address if it is taken."""
-    with listener(host, port) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _reach(address: str | None) -> None:

@@ -19,12 +19,33 @@ LINGER_S = 5
 START_POLL_S = 0.01
 
 
-def listener(host: str, port: int) -> socket.socket:
-    """A socket that listens; clients that come before it is served wait. Raises OSError naming the address."""
+def listener(host: str, port: int, *, reserved: bool = False) -> socket.socket:
+    """A socket that listens; clients that come before it is served wait. Raises OSError naming the address.
+
+    With `reserved` the address may be one that this user has reserved.
+    """
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=_family(host), reuse_port=reserved)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Keeps an address, or a free port for 0, for a listener of another process, as long as this socket is open.
+
+    Otherwise Ray, whose processes take dozens of ports, could take it before the router has started. Raises OSError
+    naming the address if it is taken.
+    """
+    with listener(host, port) as probe:
+        port = probe.getsockname()[1]
+    reserved = socket.socket(_family(host))
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((host, port))
+    return reserved
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @asynccontextmanager

@@ -64,7 +64,7 @@ class Ingress:
         self, config: ClusterConfig, groups: Any, generation: str, listen: bool
     ) -> None:
         self._config = config
-        self._listener = listener(config.host, config.port) if listen else None
+        self._listener = listener(config.host, config.port, reserved=True) if listen else None
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
         self._aggregator = make_aggregator(tokenizer)

@@ -1,12 +1,13 @@
 """The router's own HTTP server: it answers while its block runs, frees its address after it, and passes leaving on."""
 
 import asyncio
+import socket
 
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from router.http_server import listener, serving_on
+from router.http_server import listener, reserve, serving_on
 
 HOST = "127.0.0.1"
 
@@ -38,6 +39,21 @@ def test_an_address_that_is_taken_is_named() -> None:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on {HOST}:{port}"):
             listener(HOST, port)
+
+
+def test_a_reserved_address_is_kept_for_one_who_knows() -> None:
+    with reserve(HOST, 0) as reserved:
+        port = reserved.getsockname()[1]
+        for take in (listener, reserve):
+            with pytest.raises(OSError, match=f"cannot listen on {HOST}:{port}"):
+                take(HOST, port)
+        for _ in range(2):
+            with listener(HOST, port, reserved=True) as listening:
+                assert listening.getsockname()[1] == port
+                with pytest.raises(OSError, match="cannot listen"):
+                    listener(HOST, port)
+                with socket.create_connection((HOST, port)):
+                    assert listening.accept()
 
 
 def test_ipv6_addresses_are_understood() -> None:
