@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -105,11 +105,12 @@ class RunningCluster:
         """Stop at once; what runs ends with an error. Idempotent."""
         if not self._stopped:
             self._stopped = True
-            with suppress(RayError, RayServeException, TimeoutError):
-                serve.get_app_handle(APP).cancel_all.remote().result(timeout_s=CANCEL_S)
-            _stop(self._owns_ray)
-            if self._address is not None:
-                self._address.close()
+            try:
+                with suppress(RayError, RayServeException, TimeoutError):
+                    serve.get_app_handle(APP).cancel_all.remote().result(timeout_s=CANCEL_S)
+            finally:
+                with self._address or nullcontext():
+                    _stop(self._owns_ray)
 
     def __enter__(self) -> Self:
         return self
@@ -164,10 +165,12 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside
         marks["groups"] = _wait_until_running(say)
         marks["router"] = time.monotonic()
     except BaseException as error:
-        if beside is not None:
-            beside.close()
-        _stop(config.address is None)
-        address.close()
+        try:
+            if beside is not None:
+                beside.close()
+        finally:
+            with address:
+                _stop(config.address is None)
         if isinstance(error, PlacementError):
             raise StartError(str(error)) from error
         raise

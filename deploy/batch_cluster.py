@@ -111,12 +111,14 @@ class JobEngine:
         """Put a new aggregator in the place of one that does not answer."""
         async with self._replacing:
             try:
-                async with asyncio.timeout(ANSWER_S):
-                    await self._aggregator.ping.remote()
+                if self._engine is not None:
+                    async with asyncio.timeout(ANSWER_S):
+                        await self._aggregator.ping.remote()
+                    return
             except (RayError, TimeoutError):
                 self._engine = None
-                ray.kill(self._aggregator)
-                await self._renew()
+            ray.kill(self._aggregator)
+            await self._renew()
 
     async def _renew(self) -> None:
         self._aggregator = make_aggregator(self._model.folder)
@@ -154,7 +156,7 @@ def job_groups(
         ray.shutdown()
         store.note(_OWN, wanted)
         cluster = _started(config, say, beside)
-    with cluster:
+    with cluster, contextlib.closing(beside):
         yield about()
     store.note(_OWN, None)
 

@@ -6,7 +6,7 @@ every push of tokens costs more. Whoever deploys through Serve keeps the proxies
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import uvicorn
@@ -39,8 +39,15 @@ def reserve(host: str, port: int) -> socket.socket:
     with listener(host, port) as probe:
         port = probe.getsockname()[1]
     reserved = socket.socket(_family(host))
+    if reserved.family is socket.AF_INET6:
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind((host, port))
+    try:
+        reserved.bind((host, port))
+    except OSError:
+        # What is left of the connections of another server; those of a listener of ours would not be in the way.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((host, port))
     return reserved
 
 
@@ -49,8 +56,11 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 @asynccontextmanager
-async def serving_on(listening: socket.socket, app: ASGIApp) -> AsyncIterator[None]:
-    """Serve `app`, whose lifespan is the caller's, and close the socket at the end."""
+async def serving_on(listening: socket.socket, app: ASGIApp) -> AsyncIterator[Callable[[], None]]:
+    """Serve `app`, whose lifespan is the caller's, and close the socket at the end.
+
+    The block gets a function that refuses new connections from then on.
+    """
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -67,8 +77,13 @@ async def serving_on(listening: socket.socket, app: ASGIApp) -> AsyncIterator[No
                 task.result()
                 raise RuntimeError("the HTTP server did not start")
             await asyncio.sleep(START_POLL_S)
+
+        def refuse() -> None:
+            for open_server in server.servers:
+                open_server.close()
+
         try:
-            yield
+            yield refuse
         finally:
             server.should_exit = True
             await task

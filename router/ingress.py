@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Ingress:
         self, config: ClusterConfig, groups: Any, generation: str, listen: bool
     ) -> None:
         self._config = config
+        self._cancelled = False
         self._listener = listener(config.host, config.port, reserved=True) if listen else None
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
@@ -85,7 +86,8 @@ class Ingress:
         await self._engine.drain()
 
     async def cancel_all(self) -> None:
-        """See `RayEngine.cancel_all`."""
+        """See `RayEngine.cancel_all`. Nobody waits for clients any more."""
+        self._cancelled = True
         await self._engine.cancel_all()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -98,11 +100,13 @@ class Ingress:
         async def watching(app: FastAPI) -> AsyncIterator[None]:
             await engine.refresh()
             tasks = [asyncio.create_task(engine.watch()), asyncio.create_task(self._end_with_aggregator())]
-            async with serving(app), self._http(app):
+            async with serving(app), self._http(app) as refuse:
                 yield
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.drain_timeout_s):
-                        await self.drain()
+                refuse()
+                if not self._cancelled:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._config.drain_timeout_s):
+                            await self.drain()
             for task in tasks:
                 task.cancel()
 
@@ -116,8 +120,8 @@ class Ingress:
         await asyncio.sleep(LAST_ERRORS_S)
         os._exit(1)
 
-    def _http(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
-        return serving_on(self._listener, app) if self._listener else nullcontext()
+    def _http(self, app: FastAPI) -> AbstractAsyncContextManager[Callable[[], None]]:
+        return serving_on(self._listener, app) if self._listener else nullcontext(lambda: None)
 
 
 def _limits(config: ClusterConfig) -> RouterLimits:
