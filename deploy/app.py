@@ -152,10 +152,11 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside
         say(ops.implementation(device))
     else:
         address.close()  # Serve's proxies take it, here and elsewhere
+    marks = {"files": time.monotonic()}
     try:
         with _interrupts_held():
             _start_ray(config, device, say)
-        marks = {"Ray": time.monotonic()}
+        marks["Ray"] = time.monotonic()
         device = cluster_device(config) if config.address else device
         wait_for_room(config, device, say)
         _deploy(config, device)
