@@ -143,13 +143,11 @@ class TileWorker {
         best[r] = larger(score, best[r]);
       }
     }
-    const bool full = rows == LANES / 2;  // the usual number, for which the processor has a shorter way
-    const Vec before = full ? load_half(maxima_.data() + first) : load(maxima_.data() + first, rows);
+    const Vec before = load(maxima_.data() + first, rows);
     const Vec maximum = larger(max_lanes(best) * scale_, before);
     const Vec shift = maximum == -INFINITE ? Vec{} : -maximum;  // a row that has not seen anything yet
-    const Vec kept = exp2(before + shift);
-    if (full) store_half(maxima_.data() + first, maximum), store_half(keep, kept);
-    else store(maxima_.data() + first, maximum, rows), store(keep, kept, rows);
+    store(maxima_.data() + first, maximum, rows);
+    store(keep, exp2(before + shift), rows);
     for (int64_t r = 0; r < rows; ++r) {
       float *weights = weights_ + r * columns_, *total = totals_ + (first + r) * LANES;
       Vec sum = {};

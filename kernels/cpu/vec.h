@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
@@ -214,30 +215,16 @@ inline Words pairs(const c10::BFloat16* first, const c10::BFloat16* second, int6
 }
 inline void store(Pair* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
 
-// The first half of the lanes.
-inline Vec load_half(const float* from) {
-#if defined(__AVX512F__)
-  return _mm512_zextps256_ps512(_mm256_loadu_ps(from));
-#else
-  Vec x = {};
-  std::memcpy(&x, from, sizeof(x) / 2);
-  return x;
-#endif
-}
-
-inline void store_half(float* to, Vec x) {
-#if defined(__AVX512F__)
-  _mm256_storeu_ps(to, _mm512_castps512_ps256(x));
-#else
-  std::memcpy(to, &x, sizeof(x) / 2);
-#endif
-}
-
 // The first `count` lanes only; the others read as `rest` and are not written.
 template <typename T>
 inline Vec load(const T* from, int64_t count, float rest = 0.0f) {
   if (count >= LANES) return load(from);
   Vec x = broadcast(rest);
+#if defined(__AVX512DQ__)
+  if constexpr (std::is_same_v<T, float>) {
+    if (count == LANES / 2) return _mm512_insertf32x8(x, _mm256_loadu_ps(from), 0);  // many times as fast
+  }
+#endif
   for (int64_t i = 0; i < count; ++i) x[i] = static_cast<float>(from[i]);
   return x;
 }
@@ -245,6 +232,11 @@ inline Vec load(const T* from, int64_t count, float rest = 0.0f) {
 template <typename T>
 inline void store(T* to, Vec x, int64_t count) {
   if (count >= LANES) return store(to, x);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) {
+    if (count == LANES / 2) return _mm256_storeu_ps(to, _mm512_castps512_ps256(x));
+  }
+#endif
   T lanes[LANES];
   store(lanes, x);
   std::memcpy(to, lanes, count * sizeof(T));
