@@ -8,10 +8,9 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -30,6 +29,7 @@ from cluster.config import ClusterConfig
 from cluster.placement import GROUPS, PlacementError, wait_for_room
 from deploy.application import application, check_model, cluster_device
 from deploy.serve_config import APP
+from deploy.signals import interrupts_held
 from kernels import ops
 from router.http_server import reserve
 from router.ingress import ROUTER
@@ -154,7 +154,7 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside
         address.close()  # Serve's proxies take it, here and elsewhere
     marks = {"files": time.monotonic()}
     try:
-        with _interrupts_held():
+        with interrupts_held():
             _start_ray(config, device, say)
         marks["Ray"] = time.monotonic()
         device = cluster_device(config) if config.address else device
@@ -186,27 +186,6 @@ def _local_device(config: ClusterConfig) -> str:
     if config.address is None and config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch finds no GPU here")
     return config.device if config.device != "auto" else resolve_device("auto").type
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM until the end of the block: Ray cannot be stopped halfway into its start or its stop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, handler in handlers.items():
-        if callable(handler):
-            signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)
-    if came:
-        raise KeyboardInterrupt
 
 
 def _files_folder(config: ClusterConfig) -> str:
@@ -317,7 +296,7 @@ def _stop(owns_ray: bool) -> None:
 
     Ray prints, of all places to stdout, that the actors it is told to end have ended; nobody needs that.
     """
-    with redirect_stdout(io.StringIO()), _interrupts_held():
+    with redirect_stdout(io.StringIO()), interrupts_held():
         if not ray.is_initialized():
             return
         if not owns_ray and serve.status().applications.keys() - {APP}:
