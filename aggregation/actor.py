@@ -1,8 +1,8 @@
 """The aggregator as a Ray actor: one per router replica, on the router's node.
 
-The router opens and closes parents, and reads them whole here or in pieces through `feed`; groups push deltas. Adds
-nothing to `Aggregator` but the wire; the creator sets `max_concurrency` to the number of parents that may be read at
-once, and more.
+The router opens and closes parents, and reads them whole here or in pieces through `feed`; groups push deltas, through
+the feed too where they are on the same node. Adds nothing to `Aggregator` but the wire; the creator sets
+`max_concurrency` to the number of parents that may be read at once, and more.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class AggregatorActor:
     async def ping(self) -> None:
         """Answers when the event loop runs."""
 
-    async def listen(self) -> str:
-        """Where the one `FeedReader` connects to read updates."""
+    async def listen(self) -> bytes:
+        """The local address of the feed; see `FeedServer`."""
         return await self._feed.listen()
 
     async def open(self, parent: ParentRequest, *, stream: bool, placement: dict[int, str] | None = None) -> None:

@@ -1,76 +1,55 @@
-"""Carries the updates of all parents from an aggregator to the router on its node, over one local socket.
+"""An aggregator's local socket: groups on its node push there (hop 2), and its router reads all parents (hop 3).
 
-An item of a Ray stream costs a millisecond of processor time on either side; a message here a tenth. The reader names
-the parents it wants, and the updates come as they happen; what it has not read yet is folded. The socket lies in a
-folder of the same user's, and only until the reader has come: messages are pickles. Used by `actor` and the router.
+A reader names the parents it wants, and the updates come as they happen; what it has not read yet is folded. Used by
+`actor` and the router; the groups' side is `cluster.sinks`.
 """
 
 import asyncio
 import logging
-import pickle
-import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from aggregation.aggregator import Aggregator
 from aggregation.results import AggregationError, AggregatorLostError, ParentUpdate
+from workers.local_socket import connect, listen, receive, send
+from workers.outputs import StepOutput
 
 log = logging.getLogger(__name__)
-LENGTH = 4
-"""Bytes before each message that hold its length."""
-
-
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises OSError or EOFError when the other side is gone."""
-    size = int.from_bytes(await reader.readexactly(LENGTH))
-    return pickle.loads(await reader.readexactly(size))
-
-
-def _send(writer: asyncio.StreamWriter, message: Any) -> None:
-    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    writer.write(len(body).to_bytes(LENGTH) + body)
 
 
 class FeedServer:
-    """The aggregator's side; serves one reader."""
+    """The aggregator's side. Tells what a connection is for by what comes: a push, or the name of a parent to read."""
 
     def __init__(self, aggregator: Aggregator) -> None:
         self._aggregator = aggregator
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def listen(self) -> str:
-        """The path a reader on this host connects to. Raises OSError where no socket can be made."""
-        folder = tempfile.TemporaryDirectory(prefix="choral-")
-        path = Path(folder.name) / "feed"
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            folder.cleanup()
-            try:
-                await self._serve(reader, writer)
-            finally:
-                writer.close()
-
-        self._server = await asyncio.start_unix_server(serve, path)
-        return str(path)
+    async def listen(self) -> bytes:
+        """The address at which groups and router of this host connect. Raises OSError where no socket can be made."""
+        self._server, address = await listen(self._serve)
+        return address
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, EOFError):
-            while True:
-                task = asyncio.create_task(self._pump(await _receive(reader), writer))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-        for task in self._tasks:
-            task.cancel()
+        try:
+            async with asyncio.TaskGroup() as pumps:
+                while True:
+                    message = await receive(reader)
+                    if isinstance(message, StepOutput):
+                        send(writer, self._aggregator.push(message))
+                    else:
+                        pumps.create_task(self._pump(message, writer))
+        except* (OSError, EOFError):
+            pass  # a group or a router has left, and its pumps with it
+        except* Exception:
+            log.exception("a group or a router is disconnected")
 
     async def _pump(self, parent_id: str, writer: asyncio.StreamWriter) -> None:
         """Send every update of a parent, or the error that ends them."""
         try:
             async with aclosing(self._aggregator.updates(parent_id)) as updates:
                 async for update in updates:
-                    _send(writer, (parent_id, update))
+                    send(writer, (parent_id, update))
                     await writer.drain()
         except OSError:
             return  # the reader is gone
@@ -78,7 +57,7 @@ class FeedServer:
             if not isinstance(error, AggregationError):
                 log.exception("parent %s cannot be read", parent_id)
                 error = AggregationError(f"parent {parent_id!r} cannot be read: {error}")
-            _send(writer, (parent_id, error))
+            send(writer, (parent_id, error))
 
 
 class _Mailbox:
@@ -119,9 +98,9 @@ class FeedReader:
         self._task = asyncio.create_task(self._receive(reader))
 
     @classmethod
-    async def connect(cls, path: str) -> Self:
+    async def connect(cls, address: bytes) -> Self:
         """Raises OSError when nobody listens there."""
-        return cls(*await asyncio.open_unix_connection(path))
+        return cls(*await connect(address))
 
     async def updates(self, parent_id: str) -> AsyncGenerator[ParentUpdate, None]:
         """See `Aggregator.updates`; at most one reader per parent. Raises AggregatorLostError as well."""
@@ -129,7 +108,7 @@ class FeedReader:
             raise AggregatorLostError("the aggregator was lost")
         mailbox = self._mailboxes[parent_id] = _Mailbox()
         try:
-            _send(self._writer, parent_id)
+            send(self._writer, parent_id)
             ended = False
             while not ended:
                 update = await mailbox.take()
@@ -150,7 +129,7 @@ class FeedReader:
         try:
             with suppress(OSError, EOFError):
                 while True:
-                    parent_id, message = await _receive(reader)
+                    parent_id, message = await receive(reader)
                     if (mailbox := self._mailboxes.get(parent_id)) is not None:
                         mailbox.put(message)
         finally:

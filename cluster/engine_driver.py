@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from cluster.outbox import Outbox, OutputSink
+from cluster.outbox import Outbox
+from cluster.sinks import OutputSink
 from workers.engine import Engine, Outputs
 from workers.outputs import ChildRef, FamilyRequest
 
@@ -94,18 +95,20 @@ class EngineDriver:
         return self.call(submit)
 
     def _open(self, name: str, sink: OutputSink) -> Outbox:
-        def lost(error: BaseException) -> None:
-            log.warning("aggregator lost, dropping its children: %s", error)
-            self.call(lambda engine: self._drop_sink(engine, name))
-
         def stop(refs: list[ChildRef]) -> None:
             self.call(lambda engine: engine.abort(refs))
 
-        return Outbox(self._group, sink, stop, lost, interval_s=self._push_interval_s)
+        return Outbox(self._group, sink, stop, interval_s=self._push_interval_s)
 
-    def _drop_sink(self, engine: Engine, name: str) -> None:
-        engine.abort_sink(name)
-        self._outboxes.pop(name, None)
+    def drop(self, name: str) -> "Future[None]":
+        """Stop what reports to a sink that is gone, and forget it. Idempotent."""
+
+        def drop(engine: Engine) -> None:
+            self._outboxes.pop(name, None)
+            if (children := engine.abort_sink(name)) > 0:
+                log.warning("an aggregator was lost, and with it %d children", children)
+
+        return self.call(drop)
 
     def drain(self) -> None:
         """Return when no child is left and all deltas have arrived, or when the group has failed or was stopped."""

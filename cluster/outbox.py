@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Protocol
 
+from cluster.sinks import OutputSink
 from workers.outputs import ChildRef, Haste, ParentDelta, StepOutput
 
 PARENTS_AT_ONCE, CHILDREN_AT_ONCE, SLOWEST = 8, 32, 5.0
@@ -23,25 +23,8 @@ def pace(parents: int, children: int) -> float:
     return min(1 + (parents - 1) / PARENTS_AT_ONCE + (children - 1) / CHILDREN_AT_ONCE, SLOWEST)
 
 
-class OutputSink(Protocol):
-    """Sends a step's output; the future resolves to the children the group should stop."""
-
-    def push(self, output: StepOutput) -> "Future[list[ChildRef]]": ...
-
-
-class ActorSink:
-    """An OutputSink over a Ray actor with a `push` method."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def push(self, output: StepOutput) -> "Future[list[ChildRef]]":
-        future: Future[list[ChildRef]] = self._actor.push.remote(output).future()
-        return future
-
-
 class Outbox:
-    """`on_stop` gets the children to stop, `on_lost` the error when the sink cannot be reached any more.
+    """`on_stop` gets the children to stop.
 
     What can wait does so for `interval_s` after the push before it, longer if that carried much, or until the next
     `add` after that; see `Haste`.
@@ -52,7 +35,6 @@ class Outbox:
         group: str,
         sink: OutputSink,
         on_stop: Callable[[list[ChildRef]], object],
-        on_lost: Callable[[BaseException], None],
         *,
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -60,7 +42,6 @@ class Outbox:
         self._group = group
         self._sink = sink
         self._on_stop = on_stop
-        self._on_lost = on_lost
         self._lock = threading.Lock()
         self._pending: StepOutput | None = None
         self._in_flight = False
@@ -103,9 +84,8 @@ class Outbox:
         self._sink.push(output).add_done_callback(self._pushed)
 
     def _pushed(self, future: "Future[list[ChildRef]]") -> None:
-        if (error := future.exception()) is not None:
-            self._on_lost(error)  # the flag stays set: nothing is ever sent to a lost sink again
-            return
+        if future.exception() is not None:
+            return  # the flag stays set: nothing is ever sent to a lost sink again
         if stops := future.result():
             self._on_stop(stops)
         with self._lock:

@@ -17,7 +17,7 @@ from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.engine_driver import EngineDriver
-from cluster.outbox import ActorSink
+from cluster.sinks import OutputSink, SinkAddress, open_sink
 from workers.checkpoint import resolve
 from workers.config import EngineConfig
 from workers.engine import Engine
@@ -47,7 +47,9 @@ class WorkerGroup:
         set_threads(threads)
         self.group: str = serve.get_replica_context().replica_id.unique_id
         self._generation = generation
-        self._actor = ray.get_runtime_context().current_actor
+        self._actor, self._node = ray.get_runtime_context().current_actor, ray.get_runtime_context().get_node_id()
+        self._sinks: dict[str, OutputSink] = {}
+        self._opening = asyncio.Lock()
         config = EngineConfig(model_folder=str(resolve(model)), **options)
         self._ranks = [self._make_rank(config, rank, threads) for rank in range(1, config.tp)]
         self._driver = EngineDriver(
@@ -108,12 +110,24 @@ class WorkerGroup:
         if self._channel is not None:
             self._channel.heartbeat()
 
-    async def submit(self, group: str, families: Sequence[FamilyRequest], aggregator: Any) -> bool:
+    async def submit(self, group: str, families: Sequence[FamilyRequest], aggregator: SinkAddress) -> bool:
         """Take families, all or none; False if this is not `group`, which then is leaving and takes none either."""
         if group != self.group:
             return False
-        await asyncio.wrap_future(self._driver.submit(families, ActorSink(aggregator)))
+        await asyncio.wrap_future(self._driver.submit(families, await self._sink(aggregator)))
         return True
+
+    async def _sink(self, aggregator: SinkAddress) -> OutputSink:
+        """The way to an aggregator, opened by the first family that reports to it."""
+
+        def lost() -> None:
+            self._sinks.pop(aggregator.name, None)
+            self._driver.drop(aggregator.name)
+
+        async with self._opening:
+            if aggregator.name not in self._sinks:
+                self._sinks[aggregator.name] = await open_sink(aggregator, self._node, lost)
+            return self._sinks[aggregator.name]
 
     async def abort(self, group: str, children: Sequence[ChildRef]) -> None:
         """Stop children; returns when none of them is in any rank's next step.

@@ -18,7 +18,6 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from aggregation.feed import FeedReader
 from aggregation.parent_request import ParentRequest
 from aggregation.results import ParentResult, ParentUpdate
 from cluster.config import ClusterConfig
@@ -26,9 +25,9 @@ from cluster.placement import GROUPS
 from deploy.app import Beside, RunningCluster, Say, StartError, app_status, connect, start
 from deploy.errors import CommandError
 from deploy.serve_config import APP
+from router.aggregation import Aggregation
 from router.batch.store import SampleStore
 from router.engine import GenerationError, ModelInfo
-from router.ingress import make_aggregator
 from router.ray_engine import RayEngine
 
 log = logging.getLogger(__name__)
@@ -121,9 +120,9 @@ class JobEngine:
             await self._renew()
 
     async def _renew(self) -> None:
-        self._aggregator = make_aggregator(self._model.folder)
-        feed = await FeedReader.connect(await self._aggregator.listen.remote())
-        engine = RayEngine(self._model, self._groups, self._aggregator, feed, self._aggregator._actor_id.hex())
+        aggregation = await Aggregation.start(self._model.folder)
+        self._aggregator = aggregation.calls
+        engine = RayEngine(self._model, self._groups, aggregation)
         for task in self._tasks:
             task.cancel()
         await engine.refresh()

@@ -1,7 +1,6 @@
 """The router as a Serve deployment: builds the HTTP app inside the replica and gives it the cluster as its engine.
 
-The aggregation actor is a child of the replica on the same node, so that both live and die together. This is the only
-place where HTTP, dispatcher and aggregator meet.
+This is the only place where HTTP, dispatcher and aggregator meet.
 """
 
 import asyncio
@@ -13,15 +12,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 from typing import Any
 
-import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from aggregation.actor import AggregatorActor
-from aggregation.feed import FeedReader
 from cluster.config import ClusterConfig
 from cluster.placement import HEALTH_PERIOD_S
+from router.aggregation import Aggregation
 from router.app import create_app
 from router.batch_executor import BatchExecutor
 from router.engine import ModelInfo
@@ -68,12 +64,10 @@ class Ingress:
         self._listener = listener(config.host, config.port, reserved=True) if listen else None
         folder = await asyncio.to_thread(resolve, config.model)
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
-        self._aggregator = make_aggregator(tokenizer)
-        self._feed = await FeedReader.connect(await self._aggregator.listen.remote())
+        aggregation = await Aggregation.start(tokenizer)
+        self._feed = aggregation.feed
         model = await _await_model(groups, config.served_name or folder.name, tokenizer, generation)
-        self._engine = RayEngine(
-            model, groups, self._aggregator, self._feed, self._aggregator._actor_id.hex(), generation
-        )
+        self._engine = RayEngine(model, groups, aggregation, generation)
 
     async def about(self) -> ModelInfo:
         """What is served; a job on the same cluster asks."""
@@ -136,16 +130,6 @@ def _limits(config: ClusterConfig) -> RouterLimits:
 
 def _folder(config: ClusterConfig) -> Path | None:
     return Path(config.files_dir) if config.files_dir else None
-
-
-def make_aggregator(folder: str) -> Any:
-    """An aggregation actor on this node that ends with its maker."""
-    node = ray.get_runtime_context().get_node_id()
-    return AggregatorActor.options(  # type: ignore[attr-defined]
-        num_cpus=0,
-        max_concurrency=100_000,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-    ).remote(folder)
 
 
 async def _await_model(groups: Any, name: str, folder: str, generation: str) -> ModelInfo:

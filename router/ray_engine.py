@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from aggregation.feed import FeedReader
 from aggregation.parent_request import ParentRequest
 from aggregation.results import AggregationError, ChoiceDelta, ParentResult, ParentUpdate
 from cluster.dispatcher import Dispatcher, NoGroupError
 from cluster.metrics import add_up, render
+from router.aggregation import Aggregation
 from router.engine import GenerationError, ModelInfo, NoHealthyGroupError
 from workers.outputs import ChildRef, FamilyRequest
 
@@ -43,26 +43,12 @@ LOST = (RayError, RayServeException, TimeoutError)
 
 
 class RayEngine:
-    """`groups` is the Serve handle of the groups, `aggregator` an AggregatorActor on this node, `feed` its one reader,
-    `sink` its name.
+    """`groups` is the Serve handle of the groups. Only those of this `generation` are used, all if it is None."""
 
-    Only groups of this `generation` are used, all if it is None.
-    """
-
-    def __init__(
-        self,
-        model: ModelInfo,
-        groups: Any,
-        aggregator: Any,
-        feed: FeedReader,
-        sink: str,
-        generation: str | None = None,
-    ) -> None:
+    def __init__(self, model: ModelInfo, groups: Any, aggregation: Aggregation, generation: str | None = None) -> None:
         self._model = model
         self._groups = groups
-        self._aggregator = aggregator
-        self._feed = feed
-        self._sink = sink
+        self._aggregator, self._feed, self._sink = aggregation.calls, aggregation.feed, aggregation.address
         self._generation = generation
         self._dispatcher = Dispatcher()
         self._stats: list[dict[str, Any]] = []
@@ -227,14 +213,14 @@ class RayEngine:
                 group = self._dispatcher.place(parent.parent_id, indices, tokens)
             except NoGroupError as error:
                 raise NoHealthyGroupError("no group is ready") from error
-            by_group[group].append(parent.family(number, children, self._sink, stream=stream))
+            by_group[group].append(parent.family(number, children, self._sink.name, stream=stream))
         return by_group
 
     async def _submit(self, group: str, families: list[FamilyRequest]) -> bool:
         """Whether the group took them."""
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                taken: bool = await self._groups.submit.remote(group, families, self._aggregator)
+                taken: bool = await self._groups.submit.remote(group, families, self._sink)
                 return taken
         except LOST as error:
             self._dispatcher.leave(group)

@@ -91,10 +91,13 @@ class Engine:
         for parent_id, indices in by_parent.items():
             self.scheduler.abort(parent_id, indices)
 
-    def abort_sink(self, sink: str) -> None:
-        """Stop everything that reports to a sink that is gone."""
-        for family in [f for f in self.scheduler.families.values() if f.request.sink == sink]:
+    def abort_sink(self, sink: str) -> int:
+        """Stop everything that reports to a sink that is gone; how many children that were."""
+        families = [family for family in self.scheduler.families.values() if family.request.sink == sink]
+        children = sum(family.num_live for family in families)
+        for family in families:
             self._finish(family.sequences)
+        return children
 
     def _finish(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

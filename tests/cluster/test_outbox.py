@@ -23,15 +23,14 @@ def delta(parent: str, index: int, *tokens: int, haste: Haste = Haste.SOON) -> P
     return ParentDelta(parent, {index: ChildDelta(index, list(tokens))}, haste=haste)
 
 
-def outbox(sink: SlowSink) -> tuple[Outbox, list[list[ChildRef]], list[BaseException]]:
+def outbox(sink: SlowSink) -> tuple[Outbox, list[list[ChildRef]]]:
     stops: list[list[ChildRef]] = []
-    lost: list[BaseException] = []
-    return Outbox("g", sink, stops.append, lost.append, interval_s=0), stops, lost
+    return Outbox("g", sink, stops.append, interval_s=0), stops
 
 
 def test_what_happens_during_a_push_is_folded_into_the_next():
     sink = SlowSink()
-    box, _, _ = outbox(sink)
+    box, _ = outbox(sink)
     box.add([delta("p", 0, 1)])
     for token in (2, 3):
         box.add([delta("p", 0, token), delta("q", 1, token)])
@@ -46,25 +45,25 @@ def test_what_happens_during_a_push_is_folded_into_the_next():
 
 def test_the_answer_of_a_push_names_children_to_stop():
     sink = SlowSink()
-    box, stops, _ = outbox(sink)
+    box, stops = outbox(sink)
     box.add([delta("p", 0, 1)])
     sink.futures[0].set_result([ChildRef("p", 0)])
     assert stops == [[ChildRef("p", 0)]]
 
 
-def test_a_lost_sink_is_reported_once_and_never_pushed_to_again():
+def test_a_lost_sink_is_never_pushed_to_again():
     sink = SlowSink()
-    box, _, lost = outbox(sink)
+    box, _ = outbox(sink)
     box.add([delta("p", 0, 1)])
     sink.futures[0].set_exception(ConnectionError("gone"))
     box.add([delta("p", 0, 2)])
-    assert len(lost) == 1 and len(sink.pushed) == 1
+    assert len(sink.pushed) == 1
 
 
 def test_tokens_share_a_push_but_first_and_last_ones_do_not_wait():
     now = 0.0
     sink = SlowSink()
-    box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: now)
+    box = Outbox("g", sink, lambda refs: None, interval_s=1.0, clock=lambda: now)
 
     def add(part: ParentDelta) -> int:
         box.add([part])
@@ -89,7 +88,7 @@ def test_tokens_share_a_push_but_first_and_last_ones_do_not_wait():
 def test_tokens_nobody_reads_yet_go_with_others_or_at_the_end_or_after_a_while():
     now = 0.0
     sink = SlowSink()
-    box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: now)
+    box = Outbox("g", sink, lambda refs: None, interval_s=1.0, clock=lambda: now)
     box.add([delta("p", 0, 1, haste=Haste.NONE)])
     now = PATIENCE_S / 2
     box.add([delta("p", 0, 2, haste=Haste.NONE)])
@@ -109,7 +108,7 @@ def test_tokens_nobody_reads_yet_go_with_others_or_at_the_end_or_after_a_while()
 
 def test_what_must_not_wait_follows_a_push_that_was_in_flight():
     sink = SlowSink()
-    box = Outbox("g", sink, lambda refs: None, lambda error: None, interval_s=1.0, clock=lambda: 0.0)
+    box = Outbox("g", sink, lambda refs: None, interval_s=1.0, clock=lambda: 0.0)
     box.add([delta("p", 0, 1)])
     box.add([delta("p", 0, 2, haste=Haste.NOW)])
     sink.futures[0].set_result([])

@@ -10,8 +10,10 @@ from ray.exceptions import RayError
 
 from aggregation.parent_request import ParentRequest
 from cluster.dispatcher import MISSED_ROUNDS
+from router.aggregation import Aggregation
 from router.engine import NoHealthyGroupError
 from router.ray_engine import RayEngine
+from tests.router.toy_engine import SINK
 from workers.sampling_params import SamplingParams
 
 PARENT = ParentRequest(
@@ -84,7 +86,7 @@ class Aggregator:
 
 async def started(*names: str) -> tuple[RayEngine, Groups, Aggregator]:
     groups, aggregator = Groups(*names), Aggregator()
-    engine = RayEngine(None, groups, aggregator, None, "sink", "new")
+    engine = RayEngine(None, groups, Aggregation(aggregator, None, SINK), "new")
     await engine.refresh()
     return engine, groups, aggregator
 

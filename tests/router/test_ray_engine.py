@@ -9,9 +9,10 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from aggregation.parent_request import ParentRequest
+from router.aggregation import Aggregation
 from router.engine import NoHealthyGroupError
 from router.ray_engine import RayEngine
-from tests.router.toy_engine import ToyEngine
+from tests.router.toy_engine import SINK, ToyEngine
 from workers.outputs import ChildRef
 from workers.sampling_params import SamplingParams
 
@@ -54,7 +55,7 @@ def parent(prompts: int = 1) -> ParentRequest:
 
 async def failing(groups: Handle, aggregator: Handle, request: ParentRequest) -> RayEngine:
     """An engine after a request that found no group."""
-    engine = RayEngine(ToyEngine(Path()).model, groups, aggregator, None, "sink")
+    engine = RayEngine(ToyEngine(Path()).model, groups, Aggregation(aggregator, None, SINK))
     await engine.refresh()
     with pytest.raises(NoHealthyGroupError):
         await engine.complete(request)
@@ -93,7 +94,7 @@ def test_closing_frees_the_other_groups_when_one_cannot_be_reached() -> None:
 def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up() -> None:
     async def run() -> None:
         groups = Handle(alive=["g"], submit=asyncio.Event().wait)
-        engine = RayEngine(ToyEngine(Path()).model, groups, Handle(close=[]), None, "sink")
+        engine = RayEngine(ToyEngine(Path()).model, groups, Aggregation(Handle(close=[]), None, SINK))
         await engine.refresh()
         reply = asyncio.create_task(engine.complete(parent()))
         while not groups.calls:

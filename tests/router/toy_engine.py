@@ -23,9 +23,11 @@ from aggregation.results import (
     TextLogprob,
     Usage,
 )
+from cluster.sinks import SinkAddress
 from router.engine import ModelInfo
 
 VOCAB = 300
+SINK = SinkAddress("sink", None, "node", b"")
 WORDS = ("one ", "zwei ", 'tr"ois ', "四 ", "fünf\n", "\u2028six ", "😀 ", "\\8 ")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
