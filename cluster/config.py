@@ -43,7 +43,7 @@ class ClusterConfig(BaseModel):
     batch_children: int | None = Field(None, ge=1, description="Children of batches at once; default: max_running / 2")
     files_dir: str | None = Field(None, description="Folder of files and batches; default: $CHORAL_HOME/files")
     push_interval_s: float = Field(
-        0.04,
+        0.02,
         ge=0,
         description="Tokens of running children travel at most so often; first and last ones never wait",
     )

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from cluster.sinks import OutputSink
 from workers.outputs import ChildRef, Haste, ParentDelta, StepOutput
 
-PARENTS_AT_ONCE, CHILDREN_AT_ONCE, SLOWEST = 8, 32, 5.0
+PARENTS_AT_ONCE, CHILDREN_AT_ONCE, SLOWEST = 8, 16, 6.0
 PATIENCE_S = 1.0
 """Tokens nobody reads yet wait so much longer. They are not kept for ever, because only a push tells of a lost sink."""
 

@@ -116,5 +116,5 @@ def test_what_must_not_wait_follows_a_push_that_was_in_flight():
 
 
 def test_pushes_that_carry_much_are_rarer_up_to_a_bound():
-    assert [pace(parents, parents) for parents in (1, 33, 1000)] == [1.0, 5.0, 5.0]
-    assert [pace(1, children) for children in (1, 33, 1000)] == [1.0, 2.0, 5.0]
+    assert [pace(parents, parents) for parents in (1, 33, 1000)] == [1.0, 6.0, 6.0]
+    assert [pace(1, children) for children in (1, 17, 1000)] == [1.0, 2.0, 6.0]
