@@ -10,12 +10,14 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.config import ClusterConfig
 from cluster.engine_driver import EngineDriver
 from cluster.sinks import OutputSink, SinkAddress, open_sink
 from workers.checkpoint import resolve
@@ -35,14 +37,13 @@ FLUSH_S = 2.0
 
 
 class WorkerGroup:
-    """The deployment's class. `options` are those of the engine; `model` is resolved anew on the replica's node.
+    """The deployment's class. `device` and `threads` are those of every rank; the model is resolved anew on the
+    replica's node.
 
     `generation` names the configuration; routers of another one leave this group alone.
     """
 
-    def __init__(
-        self, model: str | None, options: dict[str, Any], threads: int | None, push_interval_s: float, generation: str
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, device: str, threads: int | None, generation: str) -> None:
         started = time.monotonic()
         set_threads(threads)
         self.group: str = serve.get_replica_context().replica_id.unique_id
@@ -50,12 +51,14 @@ class WorkerGroup:
         self._actor, self._node = ray.get_runtime_context().current_actor, ray.get_runtime_context().get_node_id()
         self._sinks: dict[str, OutputSink] = {}
         self._opening = asyncio.Lock()
-        config = EngineConfig(model_folder=str(resolve(model)), **options)
+        folder = resolve(cluster.model)
+        self._model = {"model": cluster.model, "name": cluster.served_name or folder.name}
+        config = replace(cluster.engine(str(folder)), device=device)
         self._ranks = [self._make_rank(config, rank, threads) for rank in range(1, config.tp)]
         self._driver = EngineDriver(
             self.group,
             lambda: self._build(config),
-            push_interval_s=push_interval_s,
+            push_interval_s=cluster.push_interval_s,
             idle=self._heartbeat,
             idle_s=min(config.collective_timeout_s / 4, 5.0),
             failed=self._die,
@@ -69,6 +72,7 @@ class WorkerGroup:
         engine = Engine(config, self._runner, self._run)
         exact = self._runner.exact
         self._about = {
+            **self._model,
             "max_model_len": engine.max_model_len,
             "vocab_size": engine.vocab_size,
             "exact": exact,

@@ -27,7 +27,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 
 from cluster.config import ClusterConfig
 from cluster.placement import GROUPS, PlacementError, wait_for_room
-from deploy.application import application, check_model, cluster_device
+from deploy.application import application, check_model, cluster_device, groups_alone
 from deploy.serve_config import APP
 from deploy.signals import interrupts_held
 from kernels import ops
@@ -107,7 +107,8 @@ class RunningCluster:
             self._stopped = True
             try:
                 with suppress(RayError, RayServeException, TimeoutError):
-                    serve.get_app_handle(APP).cancel_all.remote().result(timeout_s=CANCEL_S)
+                    if _has_router():
+                        serve.get_app_handle(APP).cancel_all.remote().result(timeout_s=CANCEL_S)
             finally:
                 with self._address or nullcontext():
                     _stop(self._owns_ray)
@@ -131,10 +132,12 @@ class Beside(Protocol):
         ...
 
 
-def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside | None = None) -> RunningCluster:
+def start(
+    config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside | None = None, router: bool = True
+) -> RunningCluster:
     """Start or join Ray and deploy; returns when the cluster is ready to answer. Raises StartError.
 
-    `beside` is opened on the way, and closed again if the start fails.
+    `beside` is opened on the way, and closed again if the start fails. Without `router` there are only groups.
     """
     started = time.monotonic()
     try:
@@ -159,12 +162,13 @@ def start(config: ClusterConfig, *, say: Say = lambda line: None, beside: Beside
         marks["Ray"] = time.monotonic()
         device = cluster_device(config) if config.address else device
         wait_for_room(config, device, say)
-        _deploy(config, device)
+        _deploy(config, device, router)
         marks["Serve"] = time.monotonic()
         if beside is not None:
             beside.open()
         marks["groups"] = _wait_until_running(say)
-        marks["router"] = time.monotonic()
+        if router:
+            marks["router"] = time.monotonic()
     except BaseException as error:
         try:
             if beside is not None:
@@ -234,19 +238,20 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 
 
-def _deploy(config: ClusterConfig, device: str) -> None:
+def _deploy(config: ClusterConfig, device: str, router: bool) -> None:
     """On a Ray started here the router listens itself; on one that was joined it may be anywhere, so proxies do."""
     logs = LoggingConfig(enable_access_log=False)
     alone = config.address is None
-    where = ProxyLocation.Disabled if alone else ProxyLocation.EveryNode
-    http = None if alone else HTTPOptions(host=config.host, port=config.port)
+    proxies = router and not alone
+    where = ProxyLocation.EveryNode if proxies else ProxyLocation.Disabled
+    http = HTTPOptions(host=config.host, port=config.port) if proxies else None
     serve.start(proxy_location=where, http_options=http, logging_config=logs)
     # A Serve that was running already keeps its own address, and says so only in a log.
     listening = _get_global_client().http_config
-    if not alone and (listening.host, listening.port) != (config.host, config.port):
+    if proxies and (listening.host, listening.port) != (config.host, config.port):
         raise StartError(f"host, port: Serve on this cluster listens on {listening.host}:{listening.port} already")
-    app = application(config, device, listen=alone)
-    targets = [serve.RunTarget(target=app, name=APP, route_prefix="/", logging_config=logs)]
+    app = application(config, device, listen=alone) if router else groups_alone(config, device)
+    targets = [serve.RunTarget(target=app, name=APP, route_prefix="/" if router else None, logging_config=logs)]
     serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
@@ -276,6 +281,11 @@ def _wait_until_running(say: Say) -> float:
             groups_ready = time.monotonic()
         time.sleep(0.1)
     return groups_ready or time.monotonic()
+
+
+def _has_router() -> bool:
+    """Not so for the groups of a job."""
+    return (app := _app()) is not None and ROUTER in app.deployments
 
 
 def _healthy(app: ApplicationStatusOverview | None, name: str) -> bool:

@@ -5,7 +5,6 @@
 """
 
 import hashlib
-from dataclasses import asdict
 from pathlib import Path
 
 import ray
@@ -36,14 +35,19 @@ def application(config: ClusterConfig, device: str, *, listen: bool = False) -> 
 
     They know by a common name that they are of one configuration: in an update those of two live side by side.
     """
-    options = asdict(config.engine("")) | {"device": device}
-    del options["model_folder"]  # each group resolves the model on its own node
-    groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     router = serve.deployment(Ingress).options(**router_options(config.drain_timeout_s))
+    return router.bind(config, groups_alone(config, device), _generation(config), listen)
+
+
+def groups_alone(config: ClusterConfig, device: str) -> serve.Application:
+    """The groups without a router, for a job that asks them itself."""
+    groups = serve.deployment(WorkerGroup).options(**group_options(config, device))
     threads = threads_per_rank(config, device, node_resources())
-    generation = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
-    bound = groups.bind(config.model, options, threads, config.push_interval_s, generation)
-    return router.bind(config, bound, generation, listen)
+    return groups.bind(config, device, threads, _generation(config))
+
+
+def _generation(config: ClusterConfig) -> str:
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
 
 
 def cluster_device(config: ClusterConfig) -> str:

@@ -28,11 +28,13 @@ from deploy.serve_config import APP
 from router.aggregation import Aggregation
 from router.batch.store import SampleStore
 from router.engine import GenerationError, ModelInfo
-from router.ray_engine import RayEngine
+from router.ray_engine import RayEngine, answers, model_info
+from workers.checkpoint import resolve, tokenizer_folder
 
 log = logging.getLogger(__name__)
 
-PING_S = 1.0
+PING_S = 10.0
+RETRY_S = 1.0
 ANSWER_S = 30.0
 """An aggregator silent for so long is taken for lost."""
 
@@ -99,12 +101,16 @@ class JobEngine:
         return await self._engine.complete(parent)
 
     async def _watch_aggregator(self) -> None:
+        """A lost aggregator is heard of at once, one that hangs is found by asking."""
         while True:
-            await asyncio.sleep(PING_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PING_S):
+                    await self._feed.lost()
             try:
                 await self._check_aggregator()
             except LOST:
                 log.exception("could not make a new aggregator")
+                await asyncio.sleep(RETRY_S)
 
     async def _check_aggregator(self) -> None:
         """Put a new aggregator in the place of one that does not answer."""
@@ -121,7 +127,7 @@ class JobEngine:
 
     async def _renew(self) -> None:
         aggregation = await Aggregation.start(self._model.folder)
-        self._aggregator = aggregation.calls
+        self._aggregator, self._feed = aggregation.calls, aggregation.feed
         engine = RayEngine(self._model, self._groups, aggregation)
         for task in self._tasks:
             task.cancel()
@@ -174,7 +180,7 @@ def is_own(store: SampleStore) -> bool:
 
 def _started(config: ClusterConfig, say: Say, beside: Beside) -> RunningCluster:
     try:
-        return start(config, say=say, beside=beside)
+        return start(config, say=say, beside=beside, router=False)
     except StartError as error:
         raise CommandError(str(error)) from error
 
@@ -197,6 +203,8 @@ def join(config: ClusterConfig, say: Say) -> bool:
 
 
 def about() -> ModelInfo:
-    """What the running application serves."""
-    model: ModelInfo = serve.get_app_handle(APP).about.remote().result(timeout_s=ANSWER_S)
-    return model
+    """What the groups of the running application serve. Raises CommandError if none answers."""
+    if not (found := asyncio.run(answers(serve.get_deployment_handle(GROUPS, APP)))):
+        raise CommandError("no group of the Choral on this cluster answers")
+    about = found[0]["about"]
+    return model_info(about, str(tokenizer_folder(resolve(about["model"]))))

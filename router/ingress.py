@@ -6,7 +6,6 @@ This is the only place where HTTP, dispatcher and aggregator meet.
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
@@ -20,11 +19,10 @@ from cluster.placement import HEALTH_PERIOD_S
 from router.aggregation import Aggregation
 from router.app import create_app
 from router.batch_executor import BatchExecutor
-from router.engine import ModelInfo
 from router.http_server import listener, serving_on
 from router.limits import RouterLimits
 from router.middleware import ProxyNamesRequests
-from router.ray_engine import RayEngine, answers
+from router.ray_engine import RayEngine, answers, model_info
 from workers.checkpoint import resolve, tokenizer_folder
 
 log = logging.getLogger(__name__)
@@ -66,12 +64,8 @@ class Ingress:
         tokenizer = str(await asyncio.to_thread(tokenizer_folder, folder))
         aggregation = await Aggregation.start(tokenizer)
         self._feed = aggregation.feed
-        model = await _await_model(groups, config.served_name or folder.name, tokenizer, generation)
-        self._engine = RayEngine(model, groups, aggregation, generation)
-
-    async def about(self) -> ModelInfo:
-        """What is served; a job on the same cluster asks."""
-        return self._engine.model
+        about = await _await_groups(groups, generation)
+        self._engine = RayEngine(model_info(about, tokenizer), groups, aggregation, generation)
 
     async def drain(self) -> None:
         """Batches stop where they are, to go on after the next start; then see `RayEngine.drain`."""
@@ -132,17 +126,9 @@ def _folder(config: ClusterConfig) -> Path | None:
     return Path(config.files_dir) if config.files_dir else None
 
 
-async def _await_model(groups: Any, name: str, folder: str, generation: str) -> ModelInfo:
-    """What the groups serve, once the first of this generation answers; Serve bounds the wait for its replicas."""
+async def _await_groups(groups: Any, generation: str) -> dict[str, Any]:
+    """What the groups say of themselves, once the first of this generation answers; Serve bounds the wait."""
     while not (own := [stats for stats in await answers(groups) if stats["generation"] == generation]):
         await asyncio.sleep(READY_POLL_S)
-    about = own[0]["about"]
-    return ModelInfo(
-        name=name,
-        folder=folder,
-        max_model_len=about["max_model_len"],
-        vocab_size=about["vocab_size"],
-        exact=about["exact"],
-        created=int(time.time()),
-        fingerprint=about["fingerprint"],
-    )
+    about: dict[str, Any] = own[0]["about"]
+    return about

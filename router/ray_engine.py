@@ -7,8 +7,9 @@ happens in between or afterwards, `_close` frees the parent on aggregator, group
 import asyncio
 import contextvars
 import logging
+import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -259,6 +260,19 @@ async def answers(groups: Any) -> list[dict[str, Any]]:
         log.info("no answer from the groups: %s", error)
         return []
     return [answer for answer in found if isinstance(answer, dict)]
+
+
+def model_info(about: Mapping[str, Any], folder: str) -> ModelInfo:
+    """What groups say of themselves, as a router needs it; `folder` has the tokenizer."""
+    return ModelInfo(
+        name=about["name"],
+        folder=folder,
+        max_model_len=about["max_model_len"],
+        vocab_size=about["vocab_size"],
+        exact=about["exact"],
+        created=int(time.time()),
+        fingerprint=about["fingerprint"],
+    )
 
 
 def _placement(by_group: dict[str, list[FamilyRequest]]) -> dict[int, str]:
