@@ -23,10 +23,10 @@ from cluster.sinks import OutputSink, SinkAddress, open_sink
 from workers.checkpoint import resolve
 from workers.config import EngineConfig
 from workers.engine import Engine
+from workers.lockstep import Lead
 from workers.model_runner import ModelRunner, fingerprint, resolve_backend, set_threads
 from workers.outputs import ChildRef, FamilyRequest
 from workers.plan_channel import PlanChannel
-from workers.step_input import StepInput
 from workers.tensor_parallel import Communicator, init_communicator, open_store
 from workers.worker import RankWorker
 
@@ -69,7 +69,7 @@ class WorkerGroup:
         comm, self._channel = self._join(config)
         self._runner = ModelRunner(config, comm)
         ray.get(self._ready)
-        engine = Engine(config, self._runner, self._run)
+        engine = Engine(config, self._runner, Lead(self._runner, self._channel) if self._channel else None)
         exact = self._runner.exact
         self._about = {
             **self._model,
@@ -104,11 +104,6 @@ class WorkerGroup:
         backend = resolve_backend(config.device)
         comm = init_communicator(0, config.tp, store, backend=backend, timeout_s=timeout_s, address=host)
         return comm, PlanChannel(config.collective_timeout_s)
-
-    def _run(self, step: StepInput) -> Any:
-        if self._channel is not None:
-            self._channel.send(step)
-        return self._runner.execute(step)
 
     def _heartbeat(self) -> None:
         if self._channel is not None:

@@ -46,11 +46,13 @@ LAST_BYTES_S = 0.5
 
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
+    "RAY_num_workers_soft_limit": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
 }
 """For a Ray started here. It runs its workers at low priority by default, so that anything else on the machine slows
-every step; and its own loops, at their default pace, take three per cent of a core from the model all the time."""
+every step; it keeps processes for tasks to come; and its own loops, at their default pace, take three per cent of a
+core from the model all the time."""
 
 Say = Callable[[str], None]
 

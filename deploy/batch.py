@@ -86,7 +86,7 @@ class _Job:
         config = own_server_config(args)
         address = config.address or os.environ.get("RAY_ADDRESS")
         self.config = config.model_copy(update={"address": address})
-        self.source = BatchInput(args.input)
+        self.source = BatchInput(args.input, last=address is None)
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -32,6 +32,8 @@ CLOSE_S = 5.0
 POLL_S = 0.2
 """How often a thread that waits looks whether it may go on waiting."""
 _END_BYTES = 8 << 20
+_HELPERS = (("AutoscalingCoordinator", "AutoscalingCoordinator"), ("datasets_stats_actor", "_dataset_stats_actor"))
+"""Names and namespaces of the actors that Ray Data leaves in the cluster, for inputs to come."""
 _READ_AHEAD = 64 << 20
 
 
@@ -60,9 +62,14 @@ class TableDatasource(FileBasedDatasource):
 
 
 class BatchInput:
-    """The files of a job. Raises OptionError naming a path that is not there or of no known kind."""
+    """The files of a job. Raises OptionError naming a path that is not there or of no known kind.
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    With `last`, when the Ray they are read with reads nothing after them, what Ray Data would leave there is ended:
+    every actor that waits takes half a percent of a core from the model.
+    """
+
+    def __init__(self, urls: Sequence[str], *, last: bool = False) -> None:
+        self._last = last
         self._fs, _ = _filesystem(urls[0])
         self._paths = [path for url in urls for path in self._expand(url)]
         kinds = {_kind(path) for path in self._paths}
@@ -139,6 +146,8 @@ class BatchInput:
                         put(piece)
                     if self._closed.is_set():
                         return
+            if self._last:
+                _end_helpers()
             put(None)
         except Exception as error:
             put(error)
@@ -197,6 +206,12 @@ class BatchInput:
         if not found:
             raise OptionError(f"INPUT: {url} is no file, and no folder of .jsonl or .parquet files")
         return [str(name) for name in found]
+
+
+def _end_helpers() -> None:
+    for name, namespace in _HELPERS:
+        with suppress(ValueError):  # another Ray may have none of that name
+            ray.kill(ray.get_actor(name, namespace))
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

@@ -110,7 +110,7 @@ def step_floor(
 def linears(model: CausalLM) -> list[PackedLinear]:
     """Every linear a decoding step runs, in its order."""
     layers = [layer.weights() for layer in model.layers]
-    return [*(part for w in layers for part in (w.qkv, w.out, w.gate_up, w.down)), model.head.local]
+    return [*(part for w in layers for part in (w.qkv, w.out, w.gate_up, w.down)), model.head]
 
 
 def _measure(engines: Sequence[Engine], model: CausalLM, n: int, prompt_len: int, steps: int, clock: Clock) -> StepTime:

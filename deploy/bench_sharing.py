@@ -8,13 +8,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from deploy.bench_floor import FloorError, run_as_rank
+from kernels.ops import SampleBatch, SampleResult
 from workers.config import EngineConfig
 from workers.engine import Engine
 from workers.model_runner import ModelRunner
@@ -49,12 +50,12 @@ class BothWays:
         self.times: dict[bool, list[float]] = {True: [], False: []}
         self._runner = runner
 
-    def __call__(self, step: StepInput) -> torch.Tensor | None:
+    def run(self, step: StepInput, draws: Callable[[], SampleBatch]) -> SampleResult | None:
         first = len(self.times[True]) % 2 == 0
         logits = [self._timed(step, share) for share in (first, not first)]
         if logits[0] is not None and logits[1] is not None and not torch.equal(logits[0], logits[1]):
             raise FloorError("sharing changed the logits")
-        return logits[0]
+        return None if logits[0] is None else self._runner.draw(logits[0], draws())
 
     def _timed(self, step: StepInput, share: bool) -> torch.Tensor | None:
         self._runner.share_prefix = share
@@ -80,8 +81,8 @@ def sharing_points(folder: str | Path, points: Sequence[tuple[int, int]], *, ste
 
 
 def _measure(config: EngineConfig, runner: ModelRunner, prompt_len: int, n: int, steps: int) -> SharingPoint:
-    run = BothWays(runner)
-    engine = Engine(config, runner, run)
+    ways = BothWays(runner)
+    engine = Engine(config, runner, ways)
     prompt = tuple(1 + place % (engine.vocab_size - 1) for place in range(prompt_len))
     params = SamplingParams(max_tokens=steps + 2, seed=1, ignore_eos=True)
     children = tuple(ChildSpec(index, index) for index in range(n))
@@ -89,7 +90,7 @@ def _measure(config: EngineConfig, runner: ModelRunner, prompt_len: int, n: int,
     while engine.has_work:
         engine.step()
     runner.share_prefix = True
-    shared_s, apart_s = (statistics.median(run.times[share][-steps:]) for share in (True, False))
+    shared_s, apart_s = (statistics.median(ways.times[share][-steps:]) for share in (True, False))
     return SharingPoint(prompt_len, n, shared_s, apart_s)
 
 

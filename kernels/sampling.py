@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,45 @@ class SampleBatch:
         """The same draws with all tensors on `device`."""
         return SampleBatch(*(x.to(device) for x in self.fields()))
 
+    def part(self, first: int, last: int, row: int) -> "SampleBatch":
+        """Draws first to last - 1, of logits that begin with what is row `row` of the whole."""
+        values: dict[str, Tensor] = {"rows": self.rows[first:last] - row}
+        for name, lists in _RAGGED.items():
+            starts = values[name] = getattr(self, name)[first : last + 1]
+            values |= {entries: getattr(self, entries)[starts[0] : starts[-1]] for entries in lists}
+            values[name] = starts - starts[0]
+        return SampleBatch(**{name: getattr(self, name)[first:last] for name in self.__slots__} | values)
+
+    def pack(self) -> Tensor:
+        """One flat int64 tensor: the sizes, then the values; a float's bits are a value."""
+        parts = self.fields()
+        values = [part.view(torch.int32) if part.is_floating_point() else part for part in parts]
+        return torch.cat([torch.tensor([len(part) for part in parts]), *values])
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> "SampleBatch":
+        """What `pack` made."""
+        count = len(cls.__slots__)
+        values = torch.split(packed[count:], packed[:count].tolist())
+        return cls(*(_typed(name, value) for name, value in zip(cls.__slots__, values, strict=True)))
+
+
+_RAGGED = {
+    "seen_starts": ("seen_ids", "seen_counts"),
+    "bias_starts": ("bias_ids", "bias_values"),
+    "banned_starts": ("banned_ids",),
+    "allowed_starts": ("allowed_ids",),
+}
+_LONGS = frozenset(("rows", "seed", "prompt_number", "sample", "position"))
+_FLOATS = frozenset(("temperature", "top_p", "min_p", "repetition", "presence", "frequency", "bias_values"))
+
+
+def _typed(name: str, values: Tensor) -> Tensor:
+    """A field from its int64 values."""
+    if name in _LONGS:
+        return values
+    return values.int().view(torch.float32) if name in _FLOATS else values.int()
+
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
@@ -73,3 +113,18 @@ class SampleResult:
     """int64 [R, k], most probable first, ties by lower id; -1 beyond what a draw asked for."""
     top_logprobs: Tensor
     """float32 [R, k]"""
+
+    def pack(self, width: int) -> Tensor:
+        """int64 [R, 2 + 2 * width], the bits of everything, with room for `width` >= k most probable tokens."""
+        room = (0, width - self.top_ids.shape[1])
+        top_ids, top_logprobs = functional.pad(self.top_ids, room, value=-1), functional.pad(self.top_logprobs, room)
+        logprobs = torch.cat([self.logprobs[:, None], top_logprobs], 1)
+        return torch.cat([self.tokens[:, None], top_ids, logprobs.view(torch.int32)], 1)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> "SampleResult":
+        """What `pack` made."""
+        width = packed.shape[1] // 2 - 1
+        tokens, top_ids, logprobs = torch.split(packed, [1, width, 1 + width], 1)
+        logprobs = logprobs.int().view(torch.float32)
+        return cls(tokens[:, 0], logprobs[:, 0], top_ids, logprobs[:, 1:])

@@ -48,6 +48,20 @@ class SharedMemory:
         parts = [self._gather(part, widths) for part in torch.split(x.contiguous(), rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def exchange_rows(self, x: Tensor, widths: Sequence[int], span: slice) -> Tensor:
+        """Rows `span` of what `all_gather_columns` makes of `x`; valid until the next call, which other ranks wait for.
+
+        Other ranks may want other rows.
+        """
+        if not self.fits(len(x), sum(widths), x.dtype):
+            return self.all_gather_columns(x, widths)[span]
+        self._sequence += 1
+        begin = self._operators.shared_put(
+            self._memory, x.contiguous(), widths, self._rank, self._sequence, self._timeout_s
+        )
+        size = len(x) * sum(widths) * x.element_size()
+        return self._memory[begin : begin + size].view(x.dtype).view(len(x), -1)[span]
+
     def fits(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         """Whether [rows, width] go in one gather."""
         return rows * width * dtype.itemsize <= BUFFER_BYTES

@@ -38,7 +38,8 @@ class OneSequence:
             slots,
             self.kv,
         )
-        return self.model.logits(self.model.forward(torch.tensor(tokens), batch, self.kv, rows))
+        part = self.model.logits(self.model.forward(torch.tensor(tokens), batch, self.kv, rows))
+        return self.model.comm.all_gather_columns(part, self.model.plan.vocab.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ a test, a script) calls `step` while there is work and passes the deltas on to t
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from typing import Protocol
 
-from torch import Tensor
-
+from kernels.ops import SampleBatch, SampleResult
 from workers.block_manager import BlockManager
 from workers.config import EngineConfig
 from workers.model_runner import ModelRunner
@@ -23,8 +23,8 @@ from workers.outputs import (
     PromptReport,
     TokenLogprobs,
 )
-from workers.sampler import Sampler
-from workers.scheduler import Batch, Scheduler
+from workers.sampler import Drawn, Sampler, drawn
+from workers.scheduler import Chunk, Scheduler
 from workers.sequence import Family, Sequence
 from workers.step_input import StepInput
 
@@ -34,19 +34,20 @@ Outputs = dict[str, dict[str, ParentDelta]]
 """Deltas of one step by sink and parent."""
 
 
-class Engine:
-    """`run` executes a step on all ranks of the group and returns rank 0's logits; by default there is one rank."""
+class StepRunner(Protocol):
+    """Runs a step; see `ModelRunner.run`."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: ModelRunner,
-        run: Callable[[StepInput], Tensor | None] | None = None,
-    ) -> None:
+    def run(self, step: StepInput, draws: Callable[[], SampleBatch]) -> SampleResult | None: ...
+
+
+class Engine:
+    """`ranks` runs a step on all ranks of the group; by default `runner` is the only one."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, ranks: StepRunner | None = None) -> None:
         self.max_model_len = runner.max_model_len
         self.vocab_size = runner.model_config.vocab_size
         self._eos_ids = frozenset(runner.model_config.eos_token_ids)
-        self._run = run or runner.execute
+        self._ranks = ranks or runner
         self._block_size = config.block_size
         self._block_bytes = runner.block_bytes
         self._sampler = Sampler(self._eos_ids)
@@ -108,15 +109,15 @@ class Engine:
         batch = self.scheduler.schedule()
         if not batch.chunks:
             return {}
-        logits = self._run(StepInput.build(batch, self._block_size))
-        self.scheduler.computed(batch)
-        return self._draw(batch, logits) if logits is not None else {}
-
-    def _draw(self, batch: Batch, logits: Tensor) -> Outputs:
         drawing = [chunk for chunk in batch.chunks if chunk.draws]
         draws = [sequence for chunk in drawing for sequence in chunk.draws]
         rows = [row for row, chunk in enumerate(drawing) for _ in chunk.draws]
-        drawn = self._sampler.draw(logits, draws, rows)
+        step = StepInput.build(batch, self._block_size)
+        result = self._ranks.run(step, lambda: self._sampler.batch(draws, rows))
+        self.scheduler.computed(batch)
+        return self._outputs(drawing, draws, drawn(draws, result)) if result is not None else {}
+
+    def _outputs(self, drawing: list[Chunk], draws: list[Sequence], drawn: Drawn) -> Outputs:
         outputs: Outputs = {}
         for chunk in drawing:
             if chunk.sequence is None:

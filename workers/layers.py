@@ -70,17 +70,6 @@ class ReducedLinear:
         return self.comm.all_reduce(self.local(x))
 
 
-class OutputHead:
-    """The projection to the vocabulary, cut by rows of the vocabulary."""
-
-    def __init__(self, local: PackedLinear, vocab: Split, comm: Communicator) -> None:
-        self.local, self.vocab, self.comm = local, vocab, comm
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] to the whole [R, V] float32 on every rank."""
-        return self.comm.all_gather_columns(self.local(hidden), self.vocab.sizes)
-
-
 class LayerBuilder:
     """Makes the layers of one rank: reads its part of each weight and joins what is computed together."""
 
@@ -98,8 +87,9 @@ class LayerBuilder:
     def embedding(self, name: str) -> Embedding:
         return Embedding(self._vocabulary(name), self.plan.vocab.of(self.comm.rank).start, self.comm)
 
-    def output_head(self, name: str) -> OutputHead:
-        return OutputHead(PackedLinear(self._vocabulary(name), None, unrounded=True), self.plan.vocab, self.comm)
+    def output_head(self, name: str) -> PackedLinear:
+        """The projection [R, H] to this rank's part of the vocabulary, in float32."""
+        return PackedLinear(self._vocabulary(name), None, unrounded=True)
 
     def qkv(self, prefix: str) -> PackedLinear:
         """[T, H] to this rank's queries, keys and values side by side."""

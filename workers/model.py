@@ -146,5 +146,5 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] to logits [R, V] of the whole vocabulary, on every rank, in the model's data type."""
+        """[R, H] to float32 logits of this rank's part of the vocabulary, [R, its part of `plan.vocab`]."""
         return self.head(hidden)

@@ -1,12 +1,12 @@
 """One rank's model and KV cache, and the step every rank runs alike. Knows tensors, not requests.
 
-`execute` is the same call on every rank; only rank 0 gets logits to draw from. Rank 0 calls it through the engine,
-the others in `workers.rank_loop`.
+`run` is the same call on every rank. Rank 0 makes it through the engine, the others follow it in `workers.lockstep`.
 """
 
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.implementation import triton_kernels
 from kernels.transfer import sent
+from workers import dealt_draws
 from workers.checkpoint import weights_digest
 from workers.config import EngineConfig
 from workers.cuda_graphs import Bucket, DecodeGraphs
@@ -88,7 +89,7 @@ class ModelRunner:
         if self.device.type != "cpu":
             return False
         layer = self.model.layers[0].weights()
-        linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.model.head.local)
+        linears = (layer.qkv, layer.out, layer.gate_up, layer.down, self.model.head)
         return all(ops.check_row_invariance(linear, sizes=(2, 7, 33)) for linear in linears)
 
     @property
@@ -109,7 +110,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: StepInput) -> Tensor | None:
-        """Copy blocks, run the model on [T] tokens, return logits [M, V] of the rows that draw (None if M is 0)."""
+        """Copy blocks and run the model on [T] tokens.
+
+        Returns this rank's part of the logits of the M rows that draw, [M, its part of the vocabulary]; None if M is 0.
+        """
         if step.copies.shape[0]:
             self.kv.copy_blocks(step.copies)
         bucket = Bucket.of(step, self.kv.block_size) if self.graphs is not None else None
@@ -127,6 +131,19 @@ class ModelRunner:
         rows = sent(step.logit_rows, self.device)
         hidden = self.model.forward(sent(step.token_ids, self.device), batch, self.kv, rows)
         return self.model.logits(hidden) if len(rows) else None
+
+    def run(self, step: StepInput, draws: Callable[[], ops.SampleBatch]) -> ops.SampleResult | None:
+        """Execute a step, and draw what `draws` says if there are rows to draw from; the same on every rank.
+
+        `draws` is asked while a GPU computes; the result is on its way, too.
+        """
+        logits = self.execute(step)
+        return None if logits is None else self.draw(logits, draws())
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, batch: ops.SampleBatch) -> ops.SampleResult:
+        """One token per draw from what `execute` returned."""
+        return dealt_draws.draw(logits, batch, self.model.comm, self.model.plan.vocab)
 
     def _logits(self, token_ids: Tensor, batch: ops.AttentionBatch) -> Tensor:
         """Logits of every row of a batch."""

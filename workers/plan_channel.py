@@ -1,7 +1,7 @@
 """How rank 0 tells the other ranks of its group what to run: a few integers per step, and no Ray call.
 
-Uses a gloo group of its own, so that it works beside NCCL. The message is the packed step; an empty one is a
-heartbeat, so that a quiet group is not taken for a dead one.
+Uses a gloo group of its own, so that it works beside NCCL. A message is a packed plan; an empty one is a heartbeat, so
+that a quiet group is not taken for a dead one.
 """
 
 from datetime import timedelta
@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.step_input import StepInput
-
 INLINE = 4096
-"""Values that travel in the first message; only a larger step needs a second one."""
+"""Values that travel in the first message; only a larger plan needs a second one."""
 
 HEARTBEAT, STOP = 0, -1
 
@@ -24,8 +22,8 @@ class PlanChannel:
     def __init__(self, timeout_s: float) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def send(self, step: StepInput) -> None:
-        packed = step.pack()
+    def send(self, packed: Tensor) -> None:
+        """A plan as int64 values, at least one."""
         self._broadcast_first(packed.numel(), packed[: INLINE - 1])
         if packed.numel() > INLINE - 1:
             dist.broadcast(packed[INLINE - 1 :].contiguous(), 0, group=self._group)
@@ -44,8 +42,8 @@ class PlanChannel:
             first[1 : 1 + values.numel()] = values
         dist.broadcast(first, 0, group=self._group)
 
-    def receive(self) -> StepInput | None:
-        """The next step; None when rank 0 says stop."""
+    def receive(self) -> Tensor | None:
+        """The next plan; None when rank 0 says stop."""
         first = torch.empty(INLINE, dtype=torch.int64)
         while True:
             dist.broadcast(first, 0, group=self._group)
@@ -55,7 +53,7 @@ class PlanChannel:
                 break
         rest = size - (INLINE - 1)
         if rest <= 0:
-            return StepInput.unpack(first[1 : 1 + size])
+            return first[1 : 1 + size]
         tail = torch.empty(rest, dtype=torch.int64)
         dist.broadcast(tail, 0, group=self._group)
-        return StepInput.unpack(torch.cat([first[1:], tail]))
+        return torch.cat([first[1:], tail])

@@ -1,7 +1,7 @@
 """From sequences to one sampling call and back: gathers what each draw needs, without any arithmetic of its own.
 
-The draw itself, its order of filters and its counter-based noise are `kernels.ops.sample`. Several draws may read one
-logits row: the sequences of a finished prompt do.
+The draw itself, its order of filters and its counter-based noise are `kernels.ops.sample`, on one rank or dealt out to
+all. Several draws may read one logits row: the sequences of a finished prompt do.
 """
 
 from collections.abc import Iterable
@@ -27,19 +27,15 @@ class Drawn(NamedTuple):
 
 
 class Sampler:
-    """Draws on the device the logits are on. `eos_ids` are banned, with the stop ids, below a sequence's min_tokens."""
+    """Describes draws. `eos_ids` are banned, with the stop ids, below a sequence's min_tokens."""
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
         self._eos_ids = eos_ids
         self._draws: Seq[Sequence] = ()
         self._fixed: dict[str, Tensor] = {}
 
-    def draw(self, logits: Tensor, draws: Seq[Sequence], rows: Seq[int]) -> Drawn:
-        """One token per entry of `draws`, read from row `rows[i]` of `logits` [M, V]."""
-        result = ops.sample(logits, self._batch(draws, rows))
-        return Drawn(result.tokens.tolist(), _logprobs(draws, result))
-
-    def _batch(self, draws: Seq[Sequence], rows: Seq[int]) -> ops.SampleBatch:
+    def batch(self, draws: Seq[Sequence], rows: Seq[int]) -> ops.SampleBatch:
+        """One draw per entry of `draws`, from row `rows[i]` of the logits."""
         if draws != self._draws:
             self._draws, self._fixed = draws, self._parameters(draws)
         seen_starts, seen = self._ragged((sequence.seen or {}).items() for sequence in draws)
@@ -99,6 +95,11 @@ class Sampler:
 
     def _floats(self, values: Seq[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
+
+
+def drawn(draws: Seq[Sequence], result: ops.SampleResult) -> Drawn:
+    """Waits for the device."""
+    return Drawn(result.tokens.tolist(), _logprobs(draws, result))
 
 
 def _num_logprobs(params: SamplingParams) -> int:

@@ -46,6 +46,11 @@ class Split:
         return Split(tuple(size * width for size in self.sizes))
 
     @classmethod
+    def even(cls, total: int, size: int) -> Self:
+        """`total` things dealt out evenly; the last ranks may be left empty."""
+        return cls(tuple(total // size + (rank < total % size) for rank in range(size)))
+
+    @classmethod
     def deal(cls, total: int, shares: Sequence[float], unit: int) -> Self:
         """Cut `total` near to the positive `shares`, at multiples of `unit`, nobody left empty.
 
@@ -98,7 +103,7 @@ class ShardPlan:
                 f"tp = {size} is not possible: the model has {config.num_kv_heads} KV heads, "
                 f"so tp must be from 1 to {min(limits)}"
             )
-        kv_heads = _deal_heads(config.num_kv_heads, size)
+        kv_heads = Split.even(config.num_kv_heads, size)
         even = [1.0] * size
         return cls(
             exact=exact,
@@ -117,10 +122,6 @@ class ShardPlan:
 def vocab_block(vocab_size: int) -> int:
     """Tokens per block at whose borders a vocabulary may be cut; the same for every group size."""
     return max(block for block in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if block * 64 <= max(vocab_size, 64))
-
-
-def _deal_heads(heads: int, size: int) -> Split:
-    return Split(tuple(heads // size + (rank < heads % size) for rank in range(size)))
 
 
 def _unit(total: int, size: int) -> int:
@@ -178,6 +179,29 @@ class Communicator:
         parts = [torch.empty_like(padded) for _ in widths]
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def exchange_rows(self, x: torch.Tensor, spans: Sequence[slice], widths: Sequence[int]) -> torch.Tensor:
+        """Of every rank's columns [T, widths[rank]] the whole rows spans[own rank]: [its length, sum(widths)].
+
+        Rows may be wanted by several ranks, or by none. The result is valid until the next collective.
+        """
+        if self.group is None:
+            return x[spans[0]]
+        if self.shared is not None:
+            return self.shared.exchange_rows(x, widths, spans[self.rank])
+        mine, own = spans[self.rank], x.shape[1]
+        count = mine.stop - mine.start
+        out = x.new_empty(count * sum(widths))
+        sent = torch.cat([x[span].reshape(-1) for span in spans])
+        dist.all_to_all_single(
+            out,
+            sent,
+            output_split_sizes=[count * width for width in widths],
+            input_split_sizes=[(span.stop - span.start) * own for span in spans],
+            group=self.group,
+        )
+        parts = torch.split(out, [count * width for width in widths])
+        return torch.cat([part.view(count, width) for part, width in zip(parts, widths, strict=True)], dim=1)
 
     def close(self) -> None:
         """Leave the group. The ranks need not do so together."""

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 import ray
 
 from workers.config import EngineConfig
+from workers.lockstep import follow
 from workers.model_runner import ModelRunner, resolve_backend, set_threads
 from workers.plan_channel import PlanChannel
 from workers.tensor_parallel import Communicator, init_communicator, open_store
@@ -63,8 +64,7 @@ class RankWorker:
 
     def _follow(self, channel: PlanChannel, runner: ModelRunner, comm: Communicator) -> None:
         try:
-            while (step := channel.receive()) is not None:
-                runner.execute(step)
+            follow(runner, channel)
             comm.close()
         except Exception:
             log.exception("rank %d cannot go on", self._rank)

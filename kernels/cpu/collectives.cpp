@@ -11,6 +11,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 
 #include "operators.h"
 #include "pool.h"
@@ -47,10 +48,9 @@ void shared_join(const at::Tensor& memory, int64_t rank) {
   slots[rank].pid.store(getpid());
 }
 
-}  // namespace
-
-// x [T, widths[rank]] of every rank side by side: [T, sum(widths)]. All ranks make the same calls in the same order.
-at::Tensor shared_gather(
+// Puts x [T, widths[rank]] of every rank side by side and waits for all: where [T, sum(widths)] begins. What lies there
+// stays until this rank makes the next call.
+uint8_t* put(
     const at::Tensor& memory, const at::Tensor& x, at::IntArrayRef widths, int64_t rank, int64_t sequence,
     double timeout_s) {
   const int64_t ranks = static_cast<int64_t>(widths.size()), rows = x.size(0), item = x.element_size();
@@ -72,19 +72,38 @@ at::Tensor shared_gather(
   slots[rank].sequence.store(sequence, std::memory_order_release);
   for (int64_t r = 0; r < ranks; ++r)
     if (r != rank) wait_for(slots[r], sequence, r, timeout_s);
-  at::Tensor out = at::empty({rows, total}, x.options());
-  std::memcpy(out.data_ptr(), buffer, rows * total * item);
+  return buffer;
+}
+
+// As `put`; the byte of the memory at which the rows begin.
+int64_t shared_put(
+    const at::Tensor& memory, const at::Tensor& x, at::IntArrayRef widths, int64_t rank, int64_t sequence,
+    double timeout_s) {
+  return put(memory, x, widths, rank, sequence, timeout_s) - memory.data_ptr<uint8_t>();
+}
+
+}  // namespace
+
+// x [T, widths[rank]] of every rank side by side: [T, sum(widths)]. All ranks make the same calls in the same order.
+at::Tensor shared_gather(
+    const at::Tensor& memory, const at::Tensor& x, at::IntArrayRef widths, int64_t rank, int64_t sequence,
+    double timeout_s) {
+  const auto* whole = put(memory, x, widths, rank, sequence, timeout_s);
+  at::Tensor out = at::empty({x.size(0), std::accumulate(widths.begin(), widths.end(), int64_t{0})}, x.options());
+  std::memcpy(out.data_ptr(), whole, out.nbytes());
   return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(choral, library) {
   library.def("shared_join(Tensor(a!) memory, int rank) -> ()");
+  library.def("shared_put(Tensor(a!) memory, Tensor x, int[] widths, int rank, int sequence, float timeout_s) -> int");
   library.def(
       "shared_gather(Tensor(a!) memory, Tensor x, int[] widths, int rank, int sequence, float timeout_s) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(choral, CPU, library) {
   library.impl("shared_join", shared_join);
+  library.impl("shared_put", shared_put);
   library.impl("shared_gather", shared_gather);
 }
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,10 +131,10 @@ def test_a_failing_step_ends_every_child_and_refuses_later_calls(lab: Lab):
     failed = threading.Event()
     driver, sink = drive(engine, failed.set), Sink(3)
 
-    def broken(step):
+    def broken(step, draws):
         raise ConnectionError("rank lost")
 
-    engine._run = broken
+    engine._ranks = SimpleNamespace(run=broken)
     driver.submit([family("p", [1, 2, 3], range(3))], sink).result(10)
     assert sink.done.wait(10) and failed.wait(10)
     assert sink.errors == ["the group failed: ConnectionError"] * 3

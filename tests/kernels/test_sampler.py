@@ -276,3 +276,42 @@ def test_c2_draws_do_not_depend_on_each_other(kernels: str):
             width = got.top_ids.shape[1]
             assert torch.equal(got.top_ids, whole.top_ids[order][:, :width])
             assert torch.equal(got.top_logprobs, whole.top_logprobs[order][:, :width])
+
+
+def mixed(count: int) -> ops.SampleBatch:
+    """Draws of which every one has its own of everything, two from each row of logits."""
+    seen_starts, seen_ids = lists([[5, 9] * (i % 3) for i in range(count)])
+    bias_starts, bias_ids = lists([[i] * (i % 2) for i in range(count)])
+    banned_starts, banned_ids = lists([[3] * (i % 4 == 1) for i in range(count)])
+    allowed_starts, allowed_ids = lists([list(range(50)) * (i % 5 == 4) for i in range(count)])
+    return batch(
+        count,
+        rows=torch.arange(count) // 2, top_k=torch.arange(count).int() % 4 * 10,
+        top_p=1 - torch.arange(count) % 2 / 7, temperature=torch.arange(count) % 3 / 2 + 0.25,
+        num_logprobs=torch.arange(count).int() % 5 - 1, repetition=1.25, frequency=0.5,
+        seen_starts=seen_starts, seen_ids=seen_ids, seen_counts=torch.ones(len(seen_ids), dtype=torch.int32),
+        bias_starts=bias_starts, bias_ids=bias_ids, bias_values=-torch.rand(len(bias_ids)) / 3,
+        banned_starts=banned_starts, banned_ids=banned_ids, allowed_starts=allowed_starts, allowed_ids=allowed_ids,
+    )  # fmt: skip
+
+
+def equal(a: object, b: object) -> bool:
+    """Whether two batches or results have the same fields, in data type and bits."""
+    pairs = [(getattr(a, name), getattr(b, name)) for name in a.__slots__]
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+def test_draws_and_results_survive_packing(kernels: str):
+    whole, logits = mixed(11), noise(6, 300)
+    assert equal(ops.SampleBatch.unpack(whole.pack()), whole)
+    result = ops.sample(logits, whole)
+    assert equal(ops.SampleResult.unpack(result.pack(result.top_ids.shape[1])), result)
+    assert torch.equal(ops.SampleResult.unpack(result.pack(7)).top_ids[:, 3:], torch.full((11, 4), -1))
+
+
+def test_c2_a_part_of_the_draws_on_a_part_of_the_rows_draws_the_same(kernels: str):
+    whole, logits = mixed(11), noise(6, 300)
+    expected = ops.sample(logits, whole).pack(5)
+    for first, last in ((0, 11), (0, 4), (3, 8), (10, 11), (4, 4)):
+        row = first // 2
+        assert torch.equal(ops.sample(logits[row:], whole.part(first, last, row)).pack(5), expected[first:last])

@@ -111,7 +111,7 @@ def test_the_ranks_of_a_group_hold_the_linears_once_together(tiny_checkpoint, si
     held = 0
     for rank in range(size):
         model = _load(folder, comm=_RankOf(rank, size), exact=exact)
-        linears = [model.head.local]
+        linears = [model.head]
         for layer in model.layers:
             linears += [layer.attention.qkv, layer.attention.out.local]
             linears += [layer.feed_forward.gate_up, layer.feed_forward.out.local]

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,13 +38,13 @@ def alone(lab: Lab) -> Bits:
 def count_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows through the model by step, filled as the engine runs."""
     rows: list[int] = []
-    run = engine._run
+    run = engine._ranks.run
 
-    def counting(step):
+    def counting(step, draws):
         rows.append(len(step.token_ids))
-        return run(step)
+        return run(step, draws)
 
-    monkeypatch.setattr(engine, "_run", counting)
+    monkeypatch.setattr(engine, "_ranks", SimpleNamespace(run=counting))
     return rows
 
 

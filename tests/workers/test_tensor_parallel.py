@@ -109,6 +109,7 @@ def test_a_group_of_more_needs_a_store():
 
 
 WIDTHS = (5, 1, 3)
+SPANS = (slice(0, 40), slice(39, 65), slice(0, 0))
 NATIVE = cpu_kernels(torch.device("cpu")) is not None
 
 
@@ -117,7 +118,7 @@ def _part(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _collectives(comm: Communicator) -> dict[str, list[torch.Tensor]]:
-    """Gathers, sums, and sums of single rows, in both ways ranks can exchange."""
+    """Gathers, sums, sums of single rows, and exchanged rows, in both ways ranks can exchange."""
     assert (comm.shared is not None) == NATIVE
     shared, results = comm.shared, {}
     for way in ("shared", "gloo"):
@@ -128,7 +129,8 @@ def _collectives(comm: Communicator) -> dict[str, list[torch.Tensor]]:
             single = column if way == "shared" else column[:2]
             rows = torch.cat([comm.all_reduce(row[None].clone()) for row in single])
             gathered = comm.all_gather_columns(part, WIDTHS)
-            results[f"{way} {dtype}"] = [gathered, comm.all_reduce(column), rows]
+            exchanged = comm.exchange_rows(part, SPANS, WIDTHS).clone()
+            results[f"{way} {dtype}"] = [gathered, comm.all_reduce(column), rows, exchanged]
     return results
 
 
@@ -137,8 +139,9 @@ def test_collectives_over_three_ranks(tmp_path):
     for way, dtype in ((way, dtype) for way in ("shared", "gloo") for dtype in (torch.float32, torch.bfloat16)):
         whole = torch.cat([_part(rank, dtype) for rank in range(3)], dim=1)
         total = sum(_part(rank, dtype)[:, :1].float() for rank in range(3)).to(dtype)
-        for results in ranks:
-            gathered, reduced, rows = results[f"{way} {dtype}"]
+        for results, span in zip(ranks, SPANS, strict=True):
+            gathered, reduced, rows, exchanged = results[f"{way} {dtype}"]
+            assert torch.equal(exchanged, whole[span])
             assert torch.equal(gathered, whole)
             assert torch.equal(reduced, ranks[0][f"{way} {dtype}"][1])
             torch.testing.assert_close(reduced, total, atol=0.05, rtol=0)
