@@ -28,6 +28,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from cluster.config import ClusterConfig
 from cluster.placement import GROUPS, PlacementError, wait_for_room
 from deploy.application import application, check_model, cluster_device, groups_alone
+from deploy.ray_environment import set_ray_environment
 from deploy.serve_config import APP
 from deploy.signals import interrupts_held
 from kernels import ops
@@ -43,16 +44,6 @@ CANCEL_S = 10.0
 """Longest wait for the router to cancel what runs when the cluster is stopped at once."""
 LAST_BYTES_S = 0.5
 """What HTTP server or proxy needs to pass on the end of the last replies."""
-
-RAY_ENVIRONMENT = {
-    "RAY_worker_niceness": "0",
-    "RAY_num_workers_soft_limit": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-}
-"""For a Ray started here. It runs its workers at low priority by default, so that anything else on the machine slows
-every step; it keeps processes for tasks to come; and its own loops, at their default pace, take three per cent of a
-core from the model all the time."""
 
 Say = Callable[[str], None]
 
@@ -160,7 +151,7 @@ def start(
     marks = {"files": time.monotonic()}
     try:
         with interrupts_held():
-            _start_ray(config, device, say)
+            _start_ray(config, device, say, router=router)
         marks["Ray"] = time.monotonic()
         device = cluster_device(config) if config.address else device
         wait_for_room(config, device, say)
@@ -218,7 +209,7 @@ def connect(config: ClusterConfig, say: Say) -> None:
     _start_ray(config, config.device, say)
 
 
-def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
+def _start_ray(config: ClusterConfig, device: str, say: Say, *, router: bool = True) -> None:
     """Join a cluster, or start one here with room for the ranks that share the cores."""
     say(f"joining Ray at {config.address}" if config.address else "starting Ray")
     options: dict[str, Any] = {"address": config.address}
@@ -228,8 +219,7 @@ def _start_ray(config: ClusterConfig, device: str, say: Say) -> None:
         if device == "cpu" and wanted > cores:
             say(f"{config.groups * config.tp} ranks share {cores} cores")
         options = {"address": "local", "num_cpus": max(cores, wanted), "include_dashboard": config.dashboard}
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_ray_environment(config, router)
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:

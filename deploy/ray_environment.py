@@ -1,0 +1,29 @@
+"""What is set for a Ray that Choral starts itself: it shares the cores with the model, and every wake-up counts.
+
+By default Ray runs its workers at low priority, so that anything else on the machine slows every step; it keeps
+processes for tasks to come; and its loops, at their default pace, take several per cent of a core from the model all
+the time. A variable that is set already stays. Called by `deploy.app`.
+"""
+
+import os
+
+from cluster.config import ClusterConfig
+
+_ALWAYS = {
+    "RAY_worker_niceness": "0",
+    "RAY_num_workers_soft_limit": "0",
+    "RAY_raylet_report_resources_period_milliseconds": "1000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+}
+_UNWATCHED = {"RAY_task_events_report_interval_ms": "0"}
+"""Without a dashboard nobody can ask for tasks."""
+_GROUPS_ALONE = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1"}
+"""No client waits for what Serve does to the groups of a job."""
+
+
+def set_ray_environment(config: ClusterConfig, router: bool) -> None:
+    """To be called before Ray is started; its processes inherit what is set."""
+    wanted = _ALWAYS | ({} if config.dashboard else _UNWATCHED) | ({} if router else _GROUPS_ALONE)
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
