@@ -15,7 +15,7 @@ from workers.outputs import ChildRef, Haste, ParentDelta, StepOutput
 
 PARENTS_AT_ONCE, CHILDREN_AT_ONCE, SLOWEST = 8, 16, 6.0
 PATIENCE_S = 1.0
-"""Tokens nobody reads yet wait so much longer. They are not kept for ever, because only a push tells of a lost sink."""
+"""Tokens nobody reads yet wait so much longer, not for ever: on another node only a push finds a sink lost."""
 
 
 def pace(parents: int, children: int) -> float:

@@ -117,7 +117,7 @@ class Engine:
         self.scheduler.computed(batch)
         return self._outputs(drawing, draws, drawn(draws, result)) if result is not None else {}
 
-    def _outputs(self, drawing: list[Chunk], draws: list[Sequence], drawn: Drawn) -> Outputs:
+    def _outputs(self, drawing: list[Chunk], draws: list[Sequence], made: Drawn) -> Outputs:
         outputs: Outputs = {}
         for chunk in drawing:
             if chunk.sequence is None:
@@ -125,7 +125,7 @@ class Engine:
                 delta.prompts.append(_report(chunk.family))
                 delta.haste = Haste.NOW if chunk.family.request.stream else Haste.NONE
                 chunk.family.forked = True
-        for sequence, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
+        for sequence, token, logprobs in zip(draws, made.tokens, made.logprobs, strict=True):
             delta = _delta(outputs, sequence.family)
             for child in self._advance(sequence, token, logprobs):
                 delta.add(child)
