@@ -6,6 +6,7 @@ one `KVCache`, and builds one `AttentionBatch` per step that every layer then us
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,9 +38,11 @@ class KVCache:
     ) -> "KVCache":
         """A zeroed cache; see `bytes_per_block` for its size."""
         leading = (num_layers, num_blocks, num_kv_heads)
+        native = cpu_kernels(torch.device(device))
+        zeros = partial(torch.zeros, device=device) if native is None else native.lasting_zeros
         return cls(
-            torch.zeros(*leading, head_dim, block_size, dtype=dtype, device=device),
-            torch.zeros(*leading, block_size, head_dim, dtype=dtype, device=device),
+            zeros((*leading, head_dim, block_size), dtype=dtype),
+            zeros((*leading, block_size, head_dim), dtype=dtype),
         )
 
     @staticmethod

@@ -7,7 +7,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -82,7 +81,7 @@ at::Tensor pack_linear(const at::Tensor& weight_) {
   const bool paired = weight.scalar_type() == at::kBFloat16;
   TORCH_CHECK(paired ? HAS_PAIRS : weight.scalar_type() == at::kFloat, "cannot multiply ", weight.scalar_type());
   const int64_t pair = paired ? 2 : 1, depth = (inputs + pair - 1) / pair;
-  at::Tensor packed = at::zeros({panels, depth, PANEL, pair}, weight.options());
+  at::Tensor packed = lasting_zeros({panels, depth, PANEL, pair}, weight.scalar_type());
   with_dtype(weight, [&](auto zero) {
     using T = decltype(zero);
     const T* from = weight.const_data_ptr<T>();

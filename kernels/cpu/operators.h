@@ -8,6 +8,7 @@
 
 namespace choral {
 
+at::Tensor lasting_zeros(at::IntArrayRef size, at::ScalarType dtype);
 at::Tensor linear(
     const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t columns,
     bool unrounded);
