@@ -40,8 +40,10 @@ class ClusterConfig(BaseModel):
     exact_tp: bool | None = Field(None, description="Same bits at every TP size; default: on CPU yes, on CUDA no")
     max_n: int = Field(128, ge=1, description="Largest n of one request")
     max_children: int = Field(4096, ge=1, description="Children admitted at once over the app; more get a 429")
-    batch_children: int | None = Field(None, ge=1, description="Children of batches at once; default: max_running / 2")
-    files_dir: str | None = Field(None, description="Folder of files and batches; default: $CHORAL_HOME/files")
+    batch_children: int | None = Field(
+        None, ge=1, description="Children of batches at once; default: half of all that run"
+    )
+    files_dir: str | None = Field(None, description="Folder of files and batches; choral serve: $CHORAL_HOME/files")
     push_interval_s: float = Field(
         0.02,
         ge=0,

@@ -10,8 +10,8 @@ HELP = {
     "children_waiting": "children that wait for their prompt or for a slot",
     "parents_alive": "parent requests not yet answered or cancelled",
     "children_alive": "child sequences the aggregator still merges",
-    "child_slots_in_use": "child slots reserved by admission",
     "children_placed": "child sequences the dispatcher counts on groups",
+    "tokens_placed": "tokens the dispatcher counts on groups",
     "families_alive": "families (prompts with their children) known to the groups",
     "groups_alive": "groups that answered",
     "kv_blocks_used": "KV blocks held by a block table",
@@ -29,7 +29,7 @@ HELP = {
     "children_finished_error_total": "child sequences that failed",
     "completion_tokens_total": "tokens of children as counted in usage",
     "siblings_total": "children of finished parents that sampled more than one",
-    "siblings_distinct_total": "of those, how many had a text of their own",
+    "siblings_distinct_total": "of those, how many different token sequences each prompt had",
     "preemptions_total": "sequences that gave their KV blocks back for a while",
 }
 

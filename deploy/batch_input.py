@@ -1,6 +1,6 @@
 """The rows of a batch job: files of JSON lines or Parquet, streamed through Ray Data in order and in bounded memory.
 
-Nothing is counted before the start. Knows files and bytes, not what rows mean. Called by `deploy.batch`.
+Knows files and bytes, not what rows mean. Called by `deploy.batch` and `deploy.score`.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ _END_BYTES = 8 << 20
 _HELPERS = (("AutoscalingCoordinator", "AutoscalingCoordinator"), ("datasets_stats_actor", "_dataset_stats_actor"))
 """Names and namespaces of the actors that Ray Data leaves in the cluster, for inputs to come."""
 _READ_AHEAD = 64 << 20
+_LINES, _TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".pq")
 
 
 class LineDatasource(FileBasedDatasource):
@@ -202,10 +203,10 @@ class BatchInput:
             raise OptionError(f"INPUT: {url} lies elsewhere than the files before it")
         if fs.isfile(path):
             return [path]
-        found = sorted(fs.glob(f"{path}/*.jsonl") + fs.glob(f"{path}/*.parquet")) if fs.isdir(path) else []
-        if not found:
+        names = map(str, fs.glob(f"{path}/*")) if fs.isdir(path) else ()
+        if not (found := sorted(name for name in names if name.endswith((*_LINES, *_TABLES)))):
             raise OptionError(f"INPUT: {url} is no file, and no folder of .jsonl or .parquet files")
-        return [str(name) for name in found]
+        return found
 
 
 def _end_helpers() -> None:
@@ -223,8 +224,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _kind(path: str) -> str:
-    if path.endswith((".parquet", ".pq")):
+    if path.endswith(_TABLES):
         return "parquet"
-    if path.endswith((".jsonl", ".ndjson", ".json")):
+    if path.endswith(_LINES):
         return "jsonl"
     raise OptionError(f"INPUT: {path} is neither .jsonl nor .parquet")

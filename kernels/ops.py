@@ -1,4 +1,5 @@
-"""The tensor functions that the model and the sampler call; the only module of this package they need.
+"""The tensor functions that the model and the sampler call; with `kernels.decoder` all they need of this
+package.
 
 Each call goes to the C++ kernels for CPU tensors and to the Triton kernels for CUDA tensors, else, where these cannot
 be had, to the torch reference.

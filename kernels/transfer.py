@@ -1,6 +1,6 @@
 """Sending small tensors to a device without waiting for what the device is doing.
 
-Knows nothing of what they mean. Called by the Triton sampler, the split plan and the model runner.
+Knows nothing of what they mean. Called by what is made on the CPU for a step: plans, batches, draws.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The lines of a batch: its input, what is wrong with it, and the lines of its two output files.
 
-An input is taken as a whole or not at all, so that a batch either runs or says what to mend; what only the model can
+An input is taken as a whole or not at all, so that a batch either runs or says what to mend; what only its route can
 tell of a line becomes that line's error. Plain functions over files and samples; called by `router.batch_executor`.
 """
 

@@ -1,6 +1,7 @@
 """What the router asks of the cluster behind it: the one Protocol that keeps HTTP apart from Ray.
 
-`router.ingress` implements it over the dispatcher and the aggregation actor; tests implement it in memory.
+`router.ray_engine` implements it over the dispatcher and the aggregation actor, a batch job over one that it replaces
+when it is lost; tests implement it in memory.
 """
 
 from collections.abc import AsyncIterator

@@ -2,7 +2,7 @@
 
 Owns the cache folder ($CHORAL_HOME, else ~/.cache/choral). What is made there appears whole or not at all, and
 is made once however many processes ask. transformers is only used in a child process, so that its size,
-settings and output stay out of the server. Called at start-up, before any group exists.
+settings and output stay out of the server. Called at start-up, by commands and by every group.
 """
 
 import fcntl

@@ -12,7 +12,7 @@ class EngineConfig:
     model_folder: str
     """A Hugging Face folder (config.json and safetensors) on every node."""
     dtype: str = "auto"
-    """"auto": bfloat16 where the device computes in it, else float32."""
+    """"auto": bfloat16 where the device computes in it, else float16 on a GPU and float32 on a CPU."""
     device: str = "auto"
     """"auto": "cuda" where there is a GPU, else "cpu"."""
     tp: int = 1
@@ -24,9 +24,9 @@ class EngineConfig:
     max_step_tokens: int = 512
     """Token budget of one step; prompts longer than what is left of it are prefilled in chunks."""
     block_size: int = 32
-    """Tokens per KV block. Also the chunk of the attention sum, so it is part of what fixes the bits."""
+    """Tokens per KV block. On a CPU also the chunk of the attention sum, and so part of what fixes the bits."""
     kv_memory_gib: float = 1.0
-    """Memory for KV blocks per rank and GiB, on CPU; see `kv_blocks` to fix their number."""
+    """Memory for KV blocks per rank in GiB; see `kv_blocks` to fix their number."""
     kv_blocks: int | None = None
     """Number of KV blocks; None: as many as `kv_memory_gib` holds."""
     prefix_cache: bool = True

@@ -189,4 +189,4 @@ def _haste(family: Family, delta: ChildDelta) -> Haste:
 
 
 def _report(family: Family) -> PromptReport:
-    return PromptReport(family.request.prompt_number, family.prompt_len, family.cached_tokens)
+    return PromptReport(family.request.prompt_number, family.cached_tokens)

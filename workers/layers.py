@@ -1,8 +1,7 @@
 """The layers of a decoder as one rank holds them: cut weights, and the collectives that join their outputs.
 
-The only user of a `Communicator`. The model above composes these layers and hardly knows that there are
-ranks; the weights come through a `WeightReader`, which knows files and no layers. Where a linear's kernel
-is chosen is one function, `linear`.
+The model above composes these layers and hardly knows that there are ranks; the weights come through a
+`WeightReader`, which knows files and no layers.
 """
 
 from collections.abc import Sequence

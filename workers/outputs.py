@@ -87,7 +87,6 @@ class PromptReport(NamedTuple):
     """Sent once per family, when its prompt has been computed: how much of it was cached before the family arrived."""
 
     prompt_number: int
-    prompt_tokens: int
     cached_tokens: int
 
 

@@ -2,7 +2,7 @@
 
 `ShardPlan` is arithmetic on a model's sizes: KV heads may be dealt out unevenly, and the columns of the
 feed-forward network the other way round. `Communicator` wraps a process group. Neither knows layers or
-weights; `layers` is the only user of the collectives.
+weights; `layers` and `dealt_draws` use the collectives.
 """
 
 import logging
@@ -87,7 +87,6 @@ class ShardPlan:
     """Output columns of the attention and feed-forward outputs; only used when exact."""
     vocab: Split
     """Rows of the embedding and of the output projection, cut at multiples of `vocab_block`."""
-    vocab_block: int
 
     @property
     def size(self) -> int:
@@ -115,7 +114,6 @@ class ShardPlan:
             ),
             hidden=Split.deal(config.hidden_size, even, _unit(config.hidden_size, size)),
             vocab=Split.deal(config.vocab_size, even, block),
-            vocab_block=block,
         )
 
 

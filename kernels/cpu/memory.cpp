@@ -59,7 +59,8 @@ std::pair<std::shared_ptr<Region>, void*> allocate(size_t size) {
 
 }  // namespace
 
-// Zeros in memory that is meant to be kept: it is given back once all tensors of its region are gone.
+// Zeros in memory that is meant to be kept, all of it there at once: a region is given back when its tensors are gone,
+// but for the one that small tensors come from at the time.
 at::Tensor lasting_zeros(at::IntArrayRef size, at::ScalarType dtype) {
   const auto options = at::TensorOptions(dtype);
   const size_t bytes = c10::multiply_integers(size) * c10::elementSize(dtype);

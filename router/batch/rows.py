@@ -1,7 +1,8 @@
 """From one line of a batch to a checked plan: the same models, limits and messages as the HTTP routes.
 
 Takes OpenAI's batch lines and plain rows, fills in the job's defaults, and gives every row a seed. Whatever is wrong
-with a row is an ApiError that names the field. Called by `runner`; knows nothing of files.
+with a row is an ApiError that names the field. Called by `runner` and by whoever starts one; knows nothing of
+files.
 """
 
 import hashlib

@@ -44,7 +44,7 @@ class RunOptions:
     attempts_alone: int = 2
     """After so many further ones it is given up."""
     backoff_s: float = 0.5
-    """Wait before the second attempt; it doubles from one to the next."""
+    """Wait before another attempt; it doubles with every one in a row that brought nothing."""
     patience_s: float = 600.0
     """How long the engine may be without a group before the batch fails."""
     flush_s: float = 3.0

@@ -20,9 +20,9 @@ def finished(index: int, tokens: list[int]) -> ChildDelta:
 def test_c6_usage_counts_prompts_once_children_all_and_cached_the_least(record, tokenizer):
     """Prompt 0 ran on two groups, one of which had more of it cached; prompt 1 ran on one group."""
     a = tokenizer.token_to_id("a")
-    first = ParentDelta("p", {0: finished(0, [a]), 2: finished(2, [a, a])}, [PromptReport(0, 3, 2)])
-    first.prompts.append(PromptReport(1, 3, 1))
-    second = ParentDelta("p", {1: finished(1, [a]), 3: finished(3, [])}, [PromptReport(0, 3, 0)])
+    first = ParentDelta("p", {0: finished(0, [a]), 2: finished(2, [a, a])}, [PromptReport(0, 2)])
+    first.prompts.append(PromptReport(1, 1))
+    second = ParentDelta("p", {1: finished(1, [a]), 3: finished(3, [])}, [PromptReport(0, 0)])
     record.push("g1", first)
     record.push("g2", second)
     assert record.take().usage == Usage(prompt_tokens=6, completion_tokens=4, cached_tokens=1)

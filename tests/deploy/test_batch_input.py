@@ -46,7 +46,8 @@ def read(*paths: Path) -> tuple[list[Any], float]:
 def test_lines_come_in_order_over_blocks_and_files_and_blank_ones_are_none(tmp_path: Path):
     lines = [json.dumps({"id": str(i), "prompt": "x\u2028\x0b" * (i % 700)}, ensure_ascii=False) for i in range(6000)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines[:4000]) + "\r\n")
-    (tmp_path / "b.jsonl").write_text("\n".join(lines[4000:]))
+    (tmp_path / "b.ndjson").write_text("\n".join(lines[4000:]))
+    (tmp_path / "notes.txt").write_text("no input")
     rows, fraction = read(tmp_path)
     assert [row.decode().rstrip("\r") for row in rows] == lines
     assert fraction == 1.0
