@@ -15,7 +15,10 @@ _ALWAYS = {
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "-1",
+    "LOG_NAME_UPDATE_INTERVAL_S": "10",
 }
+"""The last two are for the process that looks for log files to show on drivers, by default ten times a second."""
 _UNWATCHED = {"RAY_task_events_report_interval_ms": "0"}
 """Without a dashboard nobody can ask for tasks."""
 _GROUPS_ALONE = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1"}

@@ -1,12 +1,12 @@
 """Speed of a batch job over that of the engine alone, on the same rows, and the ratio of the two.
 
-    python -m tests.system.batch_bench --rows 192 --samples 8 --tokens 64
+    python -m tests.system.batch_bench --rows 192 --samples 8 --tokens 64 --rounds 3
     python -m tests.system.batch_bench --rows 192 --spread
 
-The engine alone runs in this process with all families queued at once, before the job and after it, for the machine
+The engine alone runs in this process with all families queued at once, before and after each job, for the machine
 changes its pace; the job is the whole `choral batch` command with a group of its own, measured from the moment its
-groups are ready to its last row. With `--spread` rows have 1/4 to 7/4 of the tokens, and the job runs a second time
-without the longest rows first.
+groups are ready to its last row. With `--spread` rows have 1/4 to 7/4 of the tokens, and each job is followed by one
+without the longest rows first. The last lines are the medians of the rounds.
 """
 
 import argparse
@@ -16,12 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tests.engines import Lab, family
 from tests.system.batch_kills import Plan, write_input
 from workers import checkpoint
+
+WAYS = {"choral batch": (), "first come, first served": ("--look-ahead", "1")}
 
 
 def write_rows(plan: Plan, spread: bool, source: Path) -> list[dict[str, Any]]:
@@ -65,26 +69,38 @@ def job(plan: Plan, source: Path, output: Path, *options: str) -> tuple[float, f
     return summary["tokens"] / summary["seconds"], summary["tail_s"] / summary["seconds"]
 
 
+def a_round(alone: EngineAlone, plan: Plan, source: Path, ways: Sequence[str]) -> dict[str, float]:
+    """Speed of the job each way over the engine's, printed as it comes."""
+    before, made = alone.speed(), {}
+    for way in ways:
+        with tempfile.TemporaryDirectory() as output:
+            made[way] = job(plan, source, Path(output) / "out", *WAYS[way])
+    after = alone.speed()
+    print(f"engine alone {before:.0f} and {after:.0f} tok/s", flush=True)
+    ratios = {way: 2 * speed / (before + after) for way, (speed, _) in made.items()}
+    for way, (speed, tail) in made.items():
+        print(
+            f"{way} {speed:.0f} tok/s, {tail:.0%} of the time after the queue ran dry; {ratios[way]:.2f} of the engine"
+        )
+    return ratios
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of a batch job over that of the engine alone.")
-    for name, default in (("rows", 64), ("samples", 8), ("tokens", 64)):
+    for name, default in (("rows", 64), ("samples", 8), ("tokens", 64), ("rounds", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--spread", action="store_true", help="rows of different lengths")
     values = vars(parser.parse_args())
-    spread = values.pop("spread")
+    spread, rounds = values.pop("spread"), values.pop("rounds")
+    ways = list(WAYS) if spread else list(WAYS)[:1]
     plan = Plan(kills=0, **values)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
         alone = EngineAlone(plan, write_rows(plan, spread, source))
-        speeds = [alone.speed()]
-        jobs = {"choral batch": job(plan, source, Path(folder) / "out")}
-        if spread:
-            jobs["first come, first served"] = job(plan, source, Path(folder) / "out2", "--look-ahead", "1")
-        speeds.append(alone.speed())
-    print(f"engine alone {speeds[0]:.0f} and {speeds[1]:.0f} tok/s")
-    for name, (speed, tail) in jobs.items():
-        ratio = 2 * speed / sum(speeds)
-        print(f"{name} {speed:.0f} tok/s, {tail:.0%} of the time after the queue ran dry; {ratio:.2f} of the engine")
+        made = [a_round(alone, plan, source, ways) for _ in range(rounds)]
+    for way in ways:
+        ratios = [ratio[way] for ratio in made]
+        print(f"{way}: {median(ratios):.3f} of the engine ({min(ratios):.2f}..{max(ratios):.2f})")
 
 
 if __name__ == "__main__":
