@@ -21,9 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.engines import Lab, family
+from tests.engines import family
 from tests.system.batch_kills import Plan, write_input
 from workers import checkpoint
+from workers.config import EngineConfig
+from workers.engine import Engine
+from workers.model_runner import ModelRunner
+from workers.outputs import FamilyRequest
+from workers.tensor_parallel import Communicator
 
 WAYS = {"choral batch": (), "first come, first served": ("--look-ahead", "1")}
 
@@ -40,25 +45,34 @@ def write_rows(plan: Plan, spread: bool, source: Path) -> list[dict[str, Any]]:
 
 
 class EngineAlone:
+    """The engine as a group has it, in this process, and nothing that looks at what it makes."""
+
     def __init__(self, plan: Plan, rows: list[dict[str, Any]]) -> None:
         from router.protocol import ChatFields
         from router.tokenizer import Tokenizer
 
         folder = checkpoint.resolve(None)
-        self._lab, tokenizer = Lab(folder, kv_blocks=1365, block_size=32), Tokenizer(folder)
+        self._config, tokenizer = EngineConfig(model_folder=str(folder)), Tokenizer(folder)
+        self._runner = ModelRunner(self._config, Communicator())
         chats = [ChatFields.model_validate({"messages": row["messages"]}) for row in rows]
         prompts = [tokenizer._encode([tokenizer.chat_text(chat)], False)[0] for chat in chats]
         self._families = [
             family(str(i), prompt, range(plan.samples), max_tokens=row["max_tokens"], logprobs=0)
             for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
-        self._lab.run(self._families[:1])
+        self._run(self._families[:1])
 
     def speed(self) -> float:
         """Tokens per second."""
         started = time.monotonic()
-        made = self._lab.run(self._families)
-        return sum(len(bits[0]) for bits in made.values()) / (time.monotonic() - started)
+        return self._run(self._families) / (time.monotonic() - started)
+
+    def _run(self, families: Sequence[FamilyRequest]) -> int:
+        engine = Engine(self._config, self._runner)
+        engine.submit(families)
+        while engine.has_work:
+            engine.step()
+        return engine.scheduler.counters.generation_tokens
 
 
 def job(plan: Plan, source: Path, output: Path, *options: str) -> tuple[float, float]:
