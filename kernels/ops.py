@@ -1,5 +1,4 @@
-"""The tensor functions that the model and the sampler call; with `kernels.decoder` all they need of this
-package.
+"""The tensor functions that the model and the sampler call; `kernels.decoder` is all else they need here.
 
 Each call goes to the C++ kernels for CPU tensors and to the Triton kernels for CUDA tensors, else, where these cannot
 be had, to the torch reference.

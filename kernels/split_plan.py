@@ -2,8 +2,7 @@
 
 Positions are cut into chunks at fixed places. The rows of a decoding family share the work of every whole chunk whose
 blocks they share; a prompt's rows go through all their chunks one after the other. Made on the CPU from the step's
-tables, by array operations only; knows no keys and no heads. Called by
-`kernels.kv_cache` and the CUDA graphs.
+tables, by array operations only; knows no keys and no heads. Called by `kernels.kv_cache` and CUDA graphs.
 """
 
 from dataclasses import dataclass, replace

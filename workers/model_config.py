@@ -1,8 +1,7 @@
 """What a model folder's config.json says, as one frozen value: sizes, traits, RoPE, ends of text.
 
 Reads JSON only: no tensors, no transformers. Whatever would change the mathematics and is not computed
-here is refused by name, never ignored. Read by the loader, and by the engine for its limits and
-eos ids.
+here is refused by name, never ignored. Read by the loader, and by the engine for limits and eos ids.
 """
 
 import json
