@@ -6,7 +6,6 @@ Called by the CLI and by tests. What is started here is stopped here; a Ray clus
 import io
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
-from unittest.mock import patch
 
 import ray
 import torch
@@ -28,7 +26,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from cluster.config import ClusterConfig
 from cluster.placement import GROUPS, PlacementError, wait_for_room
 from deploy.application import application, check_model, cluster_device, groups_alone
-from deploy.ray_environment import set_ray_environment
+from deploy.ray_environment import init_ray, set_ray_environment
 from deploy.serve_config import APP
 from deploy.signals import interrupts_held
 from kernels import ops
@@ -150,7 +148,7 @@ def start(
         address.close()  # Serve's proxies take it, here and elsewhere
     marks = {"files": time.monotonic()}
     try:
-        with interrupts_held():
+        with interrupts_held():  # from what it says on
             _start_ray(config, device, say, router=router)
         marks["Ray"] = time.monotonic()
         device = cluster_device(config) if config.address else device
@@ -223,9 +221,7 @@ def _start_ray(config: ClusterConfig, device: str, say: Say, *, router: bool = T
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        # Ray would put in handlers of its own, of which one ends this process halfway and without a word.
-        with patch.object(signal, "signal"):
-            ray.init(log_to_driver=False, configure_logging=False, **options)
+        init_ray(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 

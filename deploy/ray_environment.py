@@ -2,12 +2,18 @@
 
 By default Ray runs its workers at low priority, so that anything else on the machine slows every step; it keeps
 processes for tasks to come; and its loops, at their default pace, take several per cent of a core from the model all
-the time. A variable that is set already stays. Called by `deploy.app`.
+the time. A variable that is set already stays. Called by `deploy.app` and `deploy.score`.
 """
 
 import os
+import signal
+from typing import Any
+from unittest.mock import patch
+
+import ray
 
 from cluster.config import ClusterConfig
+from deploy.signals import interrupts_held
 
 _ALWAYS = {
     "RAY_worker_niceness": "0",
@@ -30,3 +36,18 @@ def set_ray_environment(config: ClusterConfig, router: bool) -> None:
     wanted = _ALWAYS | ({} if config.dashboard else _UNWATCHED) | ({} if router else _GROUPS_ALONE)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+
+
+def init_ray(**options: Any) -> None:
+    """`ray.init` that leaves signals to this process, and that no signal ends halfway. Raises as Ray does.
+
+    On the way Ray puts in handlers, in Python and in native code, that end a process without a word, some by a crash.
+    Its own processes shall hear SIGTERM, though they are started while this one does not.
+    """
+    set_mask = signal.pthread_sigmask
+
+    def mask_of_child(how: int, blocked: set[int]) -> set[int]:
+        return set_mask(signal.SIG_SETMASK, blocked)
+
+    with interrupts_held(), patch.object(signal, "signal"), patch.object(signal, "pthread_sigmask", mask_of_child):
+        ray.init(log_to_driver=False, configure_logging=False, **options)

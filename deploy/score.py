@@ -106,10 +106,12 @@ def _graded(source: Any, samples: Mapping[int, list[Record]], grader: Grader) ->
     """Every row's grades, made by Ray tasks."""
     import ray
 
+    from deploy.ray_environment import init_ray
+
     # Without an address Ray would look for a cluster it remembers, which may be gone.
     address = os.environ.get("RAY_ADDRESS", "local")
     own = {"include_dashboard": False} if address == "local" else {}
-    ray.init(address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True, **own)
+    init_ray(address=address, ignore_reinit_error=True, **own)
     task = ray.remote(num_cpus=0)(_grade)
 
     async def ask() -> list[Any]:

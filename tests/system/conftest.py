@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +93,13 @@ def marked_processes(mark: str) -> list[int]:
 
 
 @contextmanager
-def serve_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serve_process(
+    *options: str, program: Sequence[str] = ("-m", "deploy.cli")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`choral serve` on a free port with `options`, and the mark of its processes, of which none may stay behind."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "deploy.cli", "serve", "--port", "0", *options]
+    command = [sys.executable, *program, "serve", "--port", "0", *options]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -101,6 +101,29 @@ def test_signals_while_ray_starts_end_the_start_and_leave_nothing(embedded_model
         assert process.stdout.read().endswith("choral: interrupted\n")
 
 
+TERMINATED_INSIDE_RAY = """
+import os, signal, sys
+import ray._raylet
+from deploy.cli import main
+
+class CoreWorker(ray._raylet.CoreWorker):
+    def __init__(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+ray._raylet.CoreWorker = CoreWorker
+sys.exit(main())
+"""
+"""The signal comes when Ray's native code has just put in its own handler, which would end the process."""
+
+
+def test_a_signal_that_ray_itself_would_hear_ends_the_start_as_any_other(embedded_model: Path):
+    with serve_process(program=("-c", TERMINATED_INSIDE_RAY)) as (process, _):
+        assert process.stdout is not None
+        output = process.stdout.read()
+        assert process.wait(60) == 130
+        assert output.endswith("starting Ray\nchoral: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -2,13 +2,16 @@
 
 import asyncio
 import random
+import re
+import signal
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.deploy.test_grafana import dashboard_metrics
-from tests.system.conftest import Server
+from tests.system.conftest import Server, marked_processes
 from tests.system.requests import PROMPT, QUESTION, choices, complete, stream, streamed_choices
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -209,3 +212,10 @@ def test_the_reply_to_a_closed_socket_is_cancelled_during_a_long_prompt(server: 
         )
     time.sleep(0.1)
     server.wait_until_idle(60)  # an abort waits for the step, which takes seconds on the fallback kernels
+
+
+def test_sigterm_reaches_every_process(server: Server):
+    for pid in marked_processes(server.mark):
+        blocked = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert blocked is not None
+        assert not int(blocked[1], 16) >> signal.SIGTERM - 1 & 1, Path(f"/proc/{pid}/cmdline").read_text()
