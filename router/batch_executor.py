@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
@@ -131,11 +131,10 @@ class BatchExecutor:
 
     async def _pause(self, seconds: float) -> None:
         """Until something changed, or so long."""
-        try:
-            await asyncio.wait_for(self._woken.wait(), seconds)
-        except TimeoutError:
-            return
-        self._woken.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):  # `wait_for` may swallow that it is cancelled
+                await self._woken.wait()
+            self._woken.clear()
 
     async def _work(self, batch_id: str, lock: IO[bytes]) -> None:
         """Bring a batch as far as it goes; what goes wrong on the way is tried again later."""

@@ -311,3 +311,20 @@ def test_stopping_twice_and_before_the_start_is_harmless(site: Site) -> None:
     with site.open(running=False):
         for _ in range(2):
             asyncio.run(site.executor.stop())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_it_stops_though_it_is_woken_at_the_same_moment(site: Site, turns: int) -> None:
+    """Of these turns of the event loop in between, one or two are those in which a cancellation may get lost."""
+    with site.open(running=False):
+
+        async def woken_and_stopped() -> None:
+            site.executor.start()
+            await asyncio.sleep(0.05)  # the folder is empty: it waits
+            site.executor.wake()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(5):
+                await site.executor.stop()
+
+        asyncio.run(woken_and_stopped())
