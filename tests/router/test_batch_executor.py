@@ -315,7 +315,7 @@ def test_stopping_twice_and_before_the_start_is_harmless(site: Site) -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 def test_it_stops_though_it_is_woken_at_the_same_moment(site: Site, turns: int) -> None:
-    """Of these turns of the event loop in between, one or two are those in which a cancellation may get lost."""
+    """After some of these numbers of turns of the event loop a cancellation may get lost."""
     with site.open(running=False):
 
         async def woken_and_stopped() -> None:
