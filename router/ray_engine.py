@@ -253,9 +253,13 @@ class RayEngine:
 
 
 async def answers(groups: Any) -> list[dict[str, Any]]:
-    """The numbers of every group that Serve offers and that answers."""
+    """The numbers of every group that Serve offers and that answers.
+
+    The timeout is not Serve's, which leaves an error in asyncio's log when the caller is cancelled meanwhile.
+    """
     try:
-        found = await groups.broadcast("stats").results_async(timeout_s=ANSWER_S, return_exceptions=True)
+        async with asyncio.timeout(ANSWER_S):
+            found = await groups.broadcast("stats").results_async(return_exceptions=True)
     except LOST as error:
         log.info("no answer from the groups: %s", error)
         return []

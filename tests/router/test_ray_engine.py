@@ -1,17 +1,20 @@
 """The engine over Ray with handles that fail: a group lost on the way is a 503, and everything is given back."""
 
 import asyncio
+import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentBroadcastResponse
 
 from aggregation.parent_request import ParentRequest
 from router.aggregation import Aggregation
 from router.engine import NoHealthyGroupError
-from router.ray_engine import RayEngine
+from router.ray_engine import RayEngine, answers
 from tests.router.toy_engine import SINK, ToyEngine
 from workers.outputs import ChildRef
 from workers.sampling_params import SamplingParams
@@ -108,3 +111,32 @@ def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up() -> N
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
+
+
+def test_stopping_while_the_groups_are_asked_leaves_no_error_in_the_log() -> None:
+    """With Serve's own way to collect the answers; only the groups are replaced by ones that never answer."""
+    asked, errors = asyncio.Event(), []
+
+    class Broadcast(DeploymentBroadcastResponse):
+        def __init__(self) -> None:
+            pass
+
+        async def _fetch_replica_results_async(self) -> list[Any]:
+            return [SimpleNamespace(get_async=self._never)]
+
+        async def _never(self) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        asking = asyncio.create_task(answers(SimpleNamespace(broadcast=lambda _: Broadcast())))
+        await asked.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        del asking
+        gc.collect()
+
+    asyncio.run(run())
+    assert not errors

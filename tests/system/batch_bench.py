@@ -15,20 +15,16 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tests.engines import family
+from tests.system.alone import EngineAlone, run_like_a_rank
 from tests.system.batch_kills import Plan, write_input
 from workers import checkpoint
-from workers.config import EngineConfig
-from workers.engine import Engine
-from workers.model_runner import ModelRunner
 from workers.outputs import FamilyRequest
-from workers.tensor_parallel import Communicator
 
 WAYS = {"choral batch": (), "first come, first served": ("--look-ahead", "1")}
 
@@ -44,35 +40,18 @@ def write_rows(plan: Plan, spread: bool, source: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class EngineAlone:
-    """The engine as a group has it, in this process, and nothing that looks at what it makes."""
+def families(plan: Plan, rows: list[dict[str, Any]]) -> list[FamilyRequest]:
+    """The rows as the engine gets them."""
+    from router.protocol import ChatFields
+    from router.tokenizer import Tokenizer
 
-    def __init__(self, plan: Plan, rows: list[dict[str, Any]]) -> None:
-        from router.protocol import ChatFields
-        from router.tokenizer import Tokenizer
-
-        folder = checkpoint.resolve(None)
-        self._config, tokenizer = EngineConfig(model_folder=str(folder)), Tokenizer(folder)
-        self._runner = ModelRunner(self._config, Communicator())
-        chats = [ChatFields.model_validate({"messages": row["messages"]}) for row in rows]
-        prompts = [tokenizer._encode([tokenizer.chat_text(chat)], False)[0] for chat in chats]
-        self._families = [
-            family(str(i), prompt, range(plan.samples), max_tokens=row["max_tokens"], logprobs=0)
-            for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
-        ]
-        self._run(self._families[:1])
-
-    def speed(self) -> float:
-        """Tokens per second."""
-        started = time.monotonic()
-        return self._run(self._families) / (time.monotonic() - started)
-
-    def _run(self, families: Sequence[FamilyRequest]) -> int:
-        engine = Engine(self._config, self._runner)
-        engine.submit(families)
-        while engine.has_work:
-            engine.step()
-        return engine.scheduler.counters.generation_tokens
+    tokenizer = Tokenizer(checkpoint.resolve(None))
+    chats = [ChatFields.model_validate({"messages": row["messages"]}) for row in rows]
+    prompts = [tokenizer._encode([tokenizer.chat_text(chat)], False)[0] for chat in chats]
+    return [
+        family(str(i), prompt, range(plan.samples), max_tokens=row["max_tokens"], logprobs=0)
+        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    ]
 
 
 def job(plan: Plan, source: Path, output: Path, *options: str) -> tuple[float, float]:
@@ -83,13 +62,13 @@ def job(plan: Plan, source: Path, output: Path, *options: str) -> tuple[float, f
     return summary["tokens"] / summary["seconds"], summary["tail_s"] / summary["seconds"]
 
 
-def a_round(alone: EngineAlone, plan: Plan, source: Path, ways: Sequence[str]) -> dict[str, float]:
-    """Speed of the job each way over the engine's, printed as it comes."""
-    before, made = alone.speed(), {}
+def a_round(speed: Callable[[], float], plan: Plan, source: Path, ways: Sequence[str]) -> dict[str, float]:
+    """Speed of the job each way over the engine's, which `speed` measures, printed as it comes."""
+    before, made = speed(), {}
     for way in ways:
         with tempfile.TemporaryDirectory() as output:
             made[way] = job(plan, source, Path(output) / "out", *WAYS[way])
-    after = alone.speed()
+    after = speed()
     print(f"engine alone {before:.0f} and {after:.0f} tok/s", flush=True)
     ratios = {way: 2 * speed / (before + after) for way, (speed, _) in made.items()}
     for way, (speed, tail) in made.items():
@@ -100,6 +79,7 @@ def a_round(alone: EngineAlone, plan: Plan, source: Path, ways: Sequence[str]) -
 
 
 def main() -> None:
+    run_like_a_rank("tests.system.batch_bench")
     parser = argparse.ArgumentParser(description="Speed of a batch job over that of the engine alone.")
     for name, default in (("rows", 64), ("samples", 8), ("tokens", 64), ("rounds", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -110,8 +90,10 @@ def main() -> None:
     plan = Plan(kills=0, **values)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "in.jsonl"
-        alone = EngineAlone(plan, write_rows(plan, spread, source))
-        made = [a_round(alone, plan, source, ways) for _ in range(rounds)]
+        queue = families(plan, write_rows(plan, spread, source))
+        alone = EngineAlone()
+        alone.speed(queue[:1])
+        made = [a_round(lambda: alone.speed(queue), plan, source, ways) for _ in range(rounds)]
     for way in ways:
         ratios = [ratio[way] for ratio in made]
         print(f"{way}: {median(ratios):.3f} of the engine ({min(ratios):.2f}..{max(ratios):.2f})")
