@@ -19,12 +19,19 @@ _ALWAYS = {
     "RAY_worker_niceness": "0",
     "RAY_num_workers_soft_limit": "0",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_raylet_check_gc_period_milliseconds": "2000",
+    "RAY_kill_idle_workers_interval_ms": "2000",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "-1",
     "LOG_NAME_UPDATE_INTERVAL_S": "10",
+    "METRICS_RECORD_INTERVAL_S": "60",
+    "REPORTER_UPDATE_INTERVAL_MS": "15000",
+    "EVENT_AGENT_REPORT_INTERVAL_SECONDS": "2",
+    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "20",
 }
-"""The last two are for the process that looks for log files to show on drivers, by default ten times a second."""
+"""The two about log files are for the process that shows them on drivers, which looks for new ones ten times a second;
+those after them for the dashboard, which weighs its own memory every five seconds and each worker's as often."""
 _UNWATCHED = {"RAY_task_events_report_interval_ms": "0"}
 """Without a dashboard nobody can ask for tasks."""
 _GROUPS_ALONE = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1"}

@@ -2,17 +2,22 @@
 
     python -m tests.system.http_bench --rounds 5
 
-A server and the engine alone, which runs in this process, take turns on the same family of n children, one after the
-other, so that both see the same pace of the machine; the request is made once with streaming and once without. The
-client reads bytes and looks at nothing but the count of tokens at the end.
+A server and the engine alone, which runs in this process, take turns on a family of n children, so that both see the
+same pace of the machine; the request is made once with streaming and once without. While the engine runs, all processes
+of the server stand still, for idle ones take a part of a core. The client reads bytes and looks at nothing but the
+count of tokens at the end.
 """
 
 import argparse
 import http.client
 import json
+import os
 import random
+import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +28,8 @@ from tests.system.conftest import Server, serve
 
 SIZES = (1, 8, 32)
 WAYS = ("streaming", "whole")
+SETTLE_S = 2.0
+"""For the server to do what has become due meanwhile."""
 
 
 def ask(server: Server, prompt: Sequence[int], n: int, tokens: int, stream: bool) -> float:
@@ -48,13 +55,29 @@ def ask(server: Server, prompt: Sequence[int], n: int, tokens: int, stream: bool
     return float(made / seconds)
 
 
+@contextmanager
+def standing_still(server: Server) -> Iterator[None]:
+    """A few seconds at most, which Ray takes for a slow answer."""
+    processes = server.processes()
+    for pid in processes:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(SETTLE_S)
+
+
 def a_turn(server: Server, alone: EngineAlone, n: int, args: argparse.Namespace) -> dict[str, float]:
     """Ratios of the server's tok/s each way over the engine's before and after it."""
     prompts = [[random.randrange(1000, 40000) for _ in range(args.prompt_len)] for _ in range(4)]
     queues = [[family("p", prompt, range(n), max_tokens=args.tokens, logprobs=None)] for prompt in prompts[:2]]
-    before = alone.speed(queues[0])
+    with standing_still(server):
+        before = alone.speed(queues[0])
     made = {way: ask(server, prompts[2 + i], n, args.tokens, way == "streaming") for i, way in enumerate(WAYS)}
-    after = alone.speed(queues[1])
+    with standing_still(server):
+        after = alone.speed(queues[1])
     return {way: 2 * speed / (before + after) for way, speed in made.items()}
 
 
@@ -65,6 +88,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens a child (default: %(default)s)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a server that stands still must not stay behind
     alone = EngineAlone()
     with serve() as server:
         for n in SIZES:
