@@ -4,9 +4,9 @@
     python -m tests.system.batch_large --megabytes 1024 --rows 500000 --seconds 120
 
 Writes an input of that size, every row a short question and a field that fills it up, and runs `choral batch` over it
-with a group of the job's own and one token a sample, to the end or for so many seconds. Prints, as the job goes on, the
-memory without shared pages and files of the driver, of the group's process and of all its processes together, and
-the memory they share through Ray's object store; then the time from the groups being ready to the first shard.
+with a group of the job's own and one token a sample, to the end or for so many seconds. Prints the time from the groups
+being ready to the first shard, and then, as the job goes on, the memory of the driver, of the group's process and of
+all its processes together that no file or other process has, and what is shared through Ray's object store.
 """
 
 import argparse
@@ -105,7 +105,9 @@ def title(process: psutil.Process) -> str:
 
 def follow(job: Job, output: Path, seconds: float) -> Iterator[Memory]:
     """The memory every few seconds from the first shard on; prints when that came."""
-    job.ready.wait()
+    while not job.ready.wait(timeout=1):
+        if job.process.poll() is not None:
+            return
     started = time.monotonic()
     while not any(output.glob("part-*")) and job.process.poll() is None:
         time.sleep(0.02)
