@@ -38,6 +38,7 @@ from workers.model_runner import resolve_device
 DEPLOY_TIMEOUT_S = 600.0
 """Longest wait for the groups to load their model once they are placed."""
 WATCH_S = 5.0
+"""Each look takes some 15 ms of a core: Serve's answer has every option of the application in it."""
 CANCEL_S = 10.0
 """Longest wait for the router to cancel what runs when the cluster is stopped at once."""
 LAST_BYTES_S = 0.5

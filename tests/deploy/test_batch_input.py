@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from deploy.errors import OptionError
+from tests.processes import resident_memory
 
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray")
@@ -91,9 +93,7 @@ def test_memory_is_flat_and_reading_stays_a_little_ahead(tmp_path: Path):
 
 
 def anonymous_memory() -> int:
-    status = Path("/proc/self/status").read_text()
-    (line,) = [line for line in status.splitlines() if line.startswith("RssAnon")]
-    return int(line.split()[1]) << 10
+    return resident_memory(os.getpid())["RssAnon"]
 
 
 def test_leaving_early_ends_the_reading(tmp_path: Path):

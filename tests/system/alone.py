@@ -17,7 +17,7 @@ from workers.tensor_parallel import Communicator
 def run_like_a_rank(module: str) -> None:
     """Begin the program again with a rank's environment, which its libraries read when they are loaded."""
     if RANK_ENVIRONMENT.items() - os.environ.items():
-        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **RANK_ENVIRONMENT})
+        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], os.environ | RANK_ENVIRONMENT)
 
 
 class EngineAlone:

@@ -15,7 +15,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,13 +62,15 @@ def job(plan: Plan, source: Path, output: Path, *options: str) -> tuple[float, f
     return summary["tokens"] / summary["seconds"], summary["tail_s"] / summary["seconds"]
 
 
-def a_round(speed: Callable[[], float], plan: Plan, source: Path, ways: Sequence[str]) -> dict[str, float]:
-    """Speed of the job each way over the engine's, which `speed` measures, printed as it comes."""
-    before, made = speed(), {}
+def a_round(
+    alone: EngineAlone, queue: list[FamilyRequest], plan: Plan, source: Path, ways: Sequence[str]
+) -> dict[str, float]:
+    """Speed of the job each way over the engine's on the same rows, printed as it comes."""
+    before, made = alone.speed(queue), {}
     for way in ways:
         with tempfile.TemporaryDirectory() as output:
             made[way] = job(plan, source, Path(output) / "out", *WAYS[way])
-    after = speed()
+    after = alone.speed(queue)
     print(f"engine alone {before:.0f} and {after:.0f} tok/s", flush=True)
     ratios = {way: 2 * speed / (before + after) for way, (speed, _) in made.items()}
     for way, (speed, tail) in made.items():
@@ -93,7 +95,7 @@ def main() -> None:
         queue = families(plan, write_rows(plan, spread, source))
         alone = EngineAlone()
         alone.speed(queue[:1])
-        made = [a_round(lambda: alone.speed(queue), plan, source, ways) for _ in range(rounds)]
+        made = [a_round(alone, queue, plan, source, ways) for _ in range(rounds)]
     for way in ways:
         ratios = [ratio[way] for ratio in made]
         print(f"{way}: {median(ratios):.3f} of the engine ({min(ratios):.2f}..{max(ratios):.2f})")

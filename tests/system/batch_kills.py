@@ -179,14 +179,14 @@ def _kill_one(rng: random.Random, plan: Plan, mark: str, output: Path, run: Run)
     """Kill a process of a random kind a moment later, if there is one."""
     time.sleep(rng.random() * 2)
     kind = rng.choice(plan.victims)
-    if found := [pid for pid in _marked(mark) if _is(kind, pid, output)]:
+    if found := [pid for pid in _marked(mark) if is_kind(kind, pid, output)]:
         os.kill(rng.choice(found), signal.SIGKILL)
         run.kills[kind] = run.kills.get(kind, 0) + 1
         run.moments.pop(0)
         print(f"{run.seconds:6.1f} s  killed {kind}", flush=True)
 
 
-def _is(kind: str, pid: int, output: Path) -> bool:
+def is_kind(kind: str, pid: int, output: Path) -> bool:
     words = _words(pid)
     if kind == "driver":
         return "batch" in words and str(output) in words and "--submit" not in words

@@ -24,9 +24,11 @@ from typing import Any
 
 import psutil
 
-from tests.system.batch_kills import TITLES, written
+from tests.processes import resident_memory
+from tests.system.batch_kills import is_kind, written
 
 INTERVAL_S = 5.0
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class Job:
     def __init__(self, source: Path, output: Path) -> None:
         options = ["--extra", "note", "--max-tokens", "1", "--output", str(output)]
         command = [sys.executable, "-m", "deploy.cli", "batch", str(source), *options]
+        self._output = output
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.ready = threading.Event()
-        self._reader = threading.Thread(target=self._follow, daemon=True)
-        self._reader.start()
+        threading.Thread(target=self._follow, daemon=True).start()
 
     def _follow(self) -> None:
         for line in self.process.stderr or ():
@@ -79,28 +81,12 @@ class Job:
 
     def memory(self, seconds: float, samples: int) -> Memory:
         driver = psutil.Process(self.process.pid)
-        own = {process: anonymous(process.pid) for process in (driver, *driver.children(recursive=True))}
-        group = [mib for process, (mib, _) in own.items() if title(process).startswith(TITLES["group"])]
-        store = max(shared for _, shared in own.values())
-        return Memory(seconds, samples, own[driver][0], sum(group), sum(mib for mib, _ in own.values()), store)
-
-
-def anonymous(pid: int) -> tuple[float, float]:
-    """MiB of a process in memory that no file or other process has, and that it shares. Zero where it has ended."""
-    found = {"RssAnon": 0, "RssShmem": 0}
-    with contextlib.suppress(OSError):
-        for line in (Path("/proc") / str(pid) / "status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name in found:
-                found[name] = int(value.split()[0])
-    return found["RssAnon"] / 1024, found["RssShmem"] / 1024
-
-
-def title(process: psutil.Process) -> str:
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:
-        return ""
+        pids = [process.pid for process in (driver, *driver.children(recursive=True))]
+        resident = {pid: resident_memory(pid) for pid in pids}
+        own = {pid: parts["RssAnon"] / MIB for pid, parts in resident.items()}
+        group = sum(own[pid] for pid in pids if is_kind("group", pid, self._output))
+        store = max(parts["RssShmem"] for parts in resident.values()) / MIB
+        return Memory(seconds, samples, own[driver.pid], group, sum(own.values()), store)
 
 
 def follow(job: Job, output: Path, seconds: float) -> Iterator[Memory]:
