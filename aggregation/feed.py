@@ -1,25 +1,24 @@
-"""An aggregator's local socket: groups on its node push there (hop 2), and its router reads all parents (hop 3).
+"""An aggregator's local socket: groups on its node push there (hop 2), and its router opens, reads and closes parents.
 
-A reader names the parents it wants, and the updates come as they happen; what it has not read yet is folded. Used by
-`actor` and the router; the groups' side is `cluster.sinks`.
+What a reader has not read yet is folded. Used by `actor` and the router; the groups' side is `cluster.sinks`.
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
-from typing import Self
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 from aggregation.aggregator import Aggregator
 from aggregation.results import AggregationError, AggregatorLostError, ParentUpdate
-from workers.local_socket import connect, listen, receive, send
-from workers.outputs import StepOutput
+from workers.local_calls import Caller, answer_calls
+from workers.local_socket import Streams, listen
 
-log = logging.getLogger(__name__)
+METHODS = ("push", "open", "place", "updates", "result", "fail", "fail_group", "close", "counters")
+"""What of `Aggregator` can be called."""
 
 
 class FeedServer:
-    """The aggregator's side. Tells what a connection is for by what comes: a push, or the name of a parent to read."""
+    """The aggregator's side."""
 
     def __init__(self, aggregator: Aggregator) -> None:
         self._aggregator = aggregator
@@ -27,37 +26,13 @@ class FeedServer:
 
     async def listen(self) -> bytes:
         """The address at which groups and router of this host connect. Raises OSError where no socket can be made."""
-        self._server, address = await listen(self._serve)
+        methods = {name: getattr(self._aggregator, name) for name in METHODS}
+
+        async def serve(*streams: *Streams) -> None:
+            await answer_calls(streams, methods)
+
+        self._server, address = await listen(serve)
         return address
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.TaskGroup() as pumps:
-                while True:
-                    message = await receive(reader)
-                    if isinstance(message, StepOutput):
-                        send(writer, self._aggregator.push(message))
-                    else:
-                        pumps.create_task(self._pump(message, writer))
-        except* (OSError, EOFError):
-            pass  # a group or a router has left, and its pumps with it
-        except* Exception:
-            log.exception("a group or a router is disconnected")
-
-    async def _pump(self, parent_id: str, writer: asyncio.StreamWriter) -> None:
-        """Send every update of a parent, or the error that ends them."""
-        try:
-            async with aclosing(self._aggregator.updates(parent_id)) as updates:
-                async for update in updates:
-                    send(writer, (parent_id, update))
-                    await writer.drain()
-        except OSError:
-            return  # the reader is gone
-        except Exception as error:
-            if not isinstance(error, AggregationError):
-                log.exception("parent %s cannot be read", parent_id)
-                error = AggregationError(f"parent {parent_id!r} cannot be read: {error}")
-            send(writer, (parent_id, error))
 
 
 class _Mailbox:
@@ -65,16 +40,15 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self._update: ParentUpdate | None = None
-        self._error: AggregationError | None = None
+        self._error: BaseException | None = None
         self._wake = asyncio.Event()
 
-    def put(self, message: ParentUpdate | AggregationError) -> None:
-        if isinstance(message, AggregationError):
-            self._error = message
-        elif self._update is None:
-            self._update = message
-        else:
-            self._update.extend(message)
+    def put(self, update: ParentUpdate | None, error: BaseException | None) -> None:
+        self._error = error
+        if self._update is None:
+            self._update = update
+        elif update is not None:
+            self._update.extend(update)
         self._wake.set()
 
     async def take(self) -> ParentUpdate:
@@ -89,50 +63,45 @@ class _Mailbox:
         return update
 
 
-class FeedReader:
-    """The router's side: the streams of any number of parents. Made by `connect`, lives on one event loop."""
+class Feed:
+    """The router's side, on one event loop."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._mailboxes: dict[str, _Mailbox] = {}
-        self._task = asyncio.create_task(self._receive(reader))
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self.lost, self.close = caller.lost, caller.close
 
     @classmethod
     async def connect(cls, address: bytes) -> Self:
         """Raises OSError when nobody listens there."""
-        return cls(*await connect(address))
+        return cls(await Caller.connect(address))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of `Aggregator` but for `updates`. Raises AggregationError, AggregatorLostError among them."""
+        with _as_aggregation_errors():
+            return await self._caller.call(method, *args, **kwargs)
 
     async def updates(self, parent_id: str) -> AsyncGenerator[ParentUpdate, None]:
-        """See `Aggregator.updates`; at most one reader per parent. Raises AggregatorLostError as well."""
-        if self._task.done():
-            raise AggregatorLostError("the aggregator was lost")
-        mailbox = self._mailboxes[parent_id] = _Mailbox()
+        """See `Aggregator.updates`; at most one reader per parent. Raises as `call` does."""
+        mailbox = _Mailbox()
+        number = self._caller.follow(mailbox.put, "updates", parent_id)
         try:
-            send(self._writer, parent_id)
             ended = False
             while not ended:
-                update = await mailbox.take()
+                with _as_aggregation_errors():
+                    update = await mailbox.take()
                 ended = update.usage is not None
                 yield update
         finally:
-            del self._mailboxes[parent_id]
+            self._caller.forget(number)
 
-    async def lost(self) -> None:
-        """Returns when the aggregator is gone."""
-        await asyncio.wait((self._task,))
 
-    def close(self) -> None:
-        """Streams that still run end with an error."""
-        self._writer.close()
-
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        try:
-            with suppress(OSError, EOFError):
-                while True:
-                    parent_id, message = await receive(reader)
-                    if (mailbox := self._mailboxes.get(parent_id)) is not None:
-                        mailbox.put(message)
-        finally:
-            self.close()
-            for mailbox in self._mailboxes.values():
-                mailbox.put(AggregatorLostError("the aggregator was lost"))
+@contextmanager
+def _as_aggregation_errors() -> Iterator[None]:
+    try:
+        yield
+    except AggregationError:
+        raise
+    except ConnectionError as error:
+        raise AggregatorLostError("the aggregator was lost") from error
+    except Exception as error:
+        raise AggregationError(f"the aggregator failed: {error}") from error

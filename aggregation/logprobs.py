@@ -11,10 +11,15 @@ from workers.outputs import TokenLogprobs
 FLOOR = -9999.0
 
 
+def floored(logprob: float) -> float:
+    """Minus infinity becomes the floor, so that the value can be written as JSON."""
+    return logprob if logprob > FLOOR else FLOOR
+
+
 def text_logprob(vocabulary: Vocabulary, token_id: int, logprob: float) -> TextLogprob:
-    """One token; minus infinity becomes the floor, so that the value can be written as JSON."""
+    """One token."""
     shown = vocabulary.shown(token_id)
-    return TextLogprob(shown.text, token_id, logprob if logprob > FLOOR else FLOOR, shown.bytes)
+    return TextLogprob(shown.text, token_id, floored(logprob), shown.bytes)
 
 
 def position_logprobs(vocabulary: Vocabulary, entry: TokenLogprobs) -> PositionLogprobs:

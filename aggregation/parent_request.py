@@ -18,6 +18,8 @@ class TextOptions:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    bare_logprobs: bool = False
+    """Of log-probabilities, where they are asked for, those of the drawn tokens alone, as numbers without texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

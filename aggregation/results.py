@@ -33,6 +33,8 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    drawn_logprobs: list[float] | None = None
+    """In place of `logprobs` where they were asked for bare."""
 
     def extend(self, later: "ChoiceDelta") -> None:
         """Fold the next delta of the same choice into this one."""
@@ -40,6 +42,8 @@ class ChoiceDelta:
         self.token_ids += later.token_ids
         if self.logprobs is not None and later.logprobs is not None:
             self.logprobs += later.logprobs
+        if self.drawn_logprobs is not None and later.drawn_logprobs is not None:
+            self.drawn_logprobs += later.drawn_logprobs
         self.completion_tokens = later.completion_tokens
         self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
 

@@ -4,7 +4,6 @@ The replica dies as a unit with its ranks and lives in one placement group with 
 pushes their deltas to the aggregator the family names (hop 2). It knows neither HTTP nor text.
 """
 
-import asyncio
 import logging
 import os
 import threading
@@ -19,7 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import ClusterConfig
 from cluster.engine_driver import EngineDriver
-from cluster.sinks import OutputSink, SinkAddress, open_sink
+from cluster.group_calls import GroupCalls
+from cluster.sinks import SinkAddress
 from workers.checkpoint import resolve
 from workers.config import EngineConfig
 from workers.engine import Engine
@@ -49,8 +49,6 @@ class WorkerGroup:
         self.group: str = serve.get_replica_context().replica_id.unique_id
         self._generation = generation
         self._actor, self._node = ray.get_runtime_context().current_actor, ray.get_runtime_context().get_node_id()
-        self._sinks: dict[str, OutputSink] = {}
-        self._opening = asyncio.Lock()
         folder = resolve(cluster.model)
         self._model = {"model": cluster.model, "name": cluster.served_name or folder.name}
         config = replace(cluster.engine(str(folder)), device=device)
@@ -63,6 +61,7 @@ class WorkerGroup:
             idle_s=min(config.collective_timeout_s / 4, 5.0),
             failed=self._die,
         )
+        self._calls = GroupCalls(self._driver, self._node)
         log.info("group %s ready after %.1f s", self.group, time.monotonic() - started)
 
     def _build(self, config: EngineConfig) -> Engine:
@@ -111,22 +110,7 @@ class WorkerGroup:
 
     async def submit(self, group: str, families: Sequence[FamilyRequest], aggregator: SinkAddress) -> bool:
         """Take families, all or none; False if this is not `group`, which then is leaving and takes none either."""
-        if group != self.group:
-            return False
-        await asyncio.wrap_future(self._driver.submit(families, await self._sink(aggregator)))
-        return True
-
-    async def _sink(self, aggregator: SinkAddress) -> OutputSink:
-        """The way to an aggregator, opened by the first family that reports to it."""
-
-        def lost() -> None:
-            self._sinks.pop(aggregator.name, None)
-            self._driver.drop(aggregator.name)
-
-        async with self._opening:
-            if aggregator.name not in self._sinks:
-                self._sinks[aggregator.name] = await open_sink(aggregator, self._node, lost)
-            return self._sinks[aggregator.name]
+        return group == self.group and await self._calls.submit(families, aggregator)
 
     async def abort(self, group: str, children: Sequence[ChildRef]) -> None:
         """Stop children; returns when none of them is in any rank's next step.
@@ -134,12 +118,12 @@ class WorkerGroup:
         A group that is leaving gets no calls, but the answers to its pushes name the children to stop.
         """
         if group == self.group:
-            await asyncio.wrap_future(self._driver.call(lambda engine: engine.abort(children)))
+            await self._calls.abort(children)
 
     async def stats(self) -> dict[str, Any]:
-        """What this group is and does. Answers during a long step: slow is not dead."""
+        """What this group is and does, and how to reach it. Answers during a long step: slow is not dead."""
         who = {"group": self.group, "generation": self._generation, "actor": self._actor}
-        return {**who, "about": self._about, **self._driver.stats}
+        return {**who, "node": self._node, "local": self._calls.address, "about": self._about, **self._driver.stats}
 
     def check_health(self) -> None:
         if self._driver.failure is not None:
@@ -160,8 +144,9 @@ class WorkerGroup:
 
         The child actors end with their owner.
         """
-        if driver := getattr(self, "_driver", None):
-            driver.drain()
-            driver.stop()
+        if calls := getattr(self, "_calls", None):
+            calls.leave()
+            self._driver.drain()
+            self._driver.stop()
             if self._channel is not None:
                 self._channel.stop()

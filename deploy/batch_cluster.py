@@ -73,9 +73,16 @@ class JobEngine:
         self._watcher = asyncio.create_task(self._watch_aggregator())
 
     async def close(self) -> None:
-        for task in (self._watcher, *self._tasks):
-            task.cancel()
+        self._watcher.cancel()
+        self._let_go()
         ray.kill(self._aggregator)
+
+    def _let_go(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     async def healthy(self) -> bool:
         return self._engine is not None and await self._engine.healthy()
@@ -121,16 +128,14 @@ class JobEngine:
                         await self._aggregator.ping.remote()
                     return
             except (RayError, TimeoutError):
-                self._engine = None
+                self._let_go()
             ray.kill(self._aggregator)
             await self._renew()
 
     async def _renew(self) -> None:
         aggregation = await Aggregation.start(self._model.folder)
-        self._aggregator, self._feed = aggregation.calls, aggregation.feed
+        self._aggregator, self._feed = aggregation.actor, aggregation.feed
         engine = RayEngine(self._model, self._groups, aggregation)
-        for task in self._tasks:
-            task.cancel()
         await engine.refresh()
         self._tasks = [asyncio.create_task(engine.watch())]
         self._engine = engine

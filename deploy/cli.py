@@ -17,6 +17,7 @@ from deploy.batch import add_batch_options, run_batch
 from deploy.bench import add_bench_options, run_bench
 from deploy.errors import CommandError
 from deploy.options import add_cluster_options
+from deploy.ray_environment import set_own_environment
 from deploy.sample import add_sample_options, run_sample
 from deploy.score import add_score_options, run_score
 from deploy.serve import interrupt_on_sigterm, run_serve
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     interrupt_on_sigterm()
+    set_own_environment()
     try:
         code = int(args.run(args))
         sys.stdout.flush()

@@ -10,11 +10,11 @@ import signal
 from typing import Any
 from unittest.mock import patch
 
-import ray
-
 from cluster.config import ClusterConfig
 from deploy.signals import interrupts_held
 
+_OWN = {"RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000"}
+"""What a process that calls groups reads as well, when it imports Serve."""
 _ALWAYS = {
     "RAY_worker_niceness": "0",
     "RAY_num_workers_soft_limit": "0",
@@ -22,7 +22,6 @@ _ALWAYS = {
     "RAY_raylet_check_gc_period_milliseconds": "2000",
     "RAY_kill_idle_workers_interval_ms": "2000",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "-1",
     "LOG_NAME_UPDATE_INTERVAL_S": "10",
     "METRICS_RECORD_INTERVAL_S": "60",
@@ -38,9 +37,15 @@ _GROUPS_ALONE = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1"}
 """No client waits for what Serve does to the groups of a job."""
 
 
+def set_own_environment() -> None:
+    """To be called before Serve is imported."""
+    for name, value in _OWN.items():
+        os.environ.setdefault(name, value)
+
+
 def set_ray_environment(config: ClusterConfig, router: bool) -> None:
     """To be called before Ray is started; its processes inherit what is set."""
-    wanted = _ALWAYS | ({} if config.dashboard else _UNWATCHED) | ({} if router else _GROUPS_ALONE)
+    wanted = _OWN | _ALWAYS | ({} if config.dashboard else _UNWATCHED) | ({} if router else _GROUPS_ALONE)
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
@@ -51,6 +56,8 @@ def init_ray(**options: Any) -> None:
     On the way Ray puts in handlers, in Python and in native code, that end a process without a word, some by a crash.
     Its own processes shall hear SIGTERM, though they are started while this one does not.
     """
+    import ray
+
     set_mask = signal.pthread_sigmask
 
     def mask_of_child(how: int, blocked: set[int]) -> set[int]:

@@ -1,4 +1,4 @@
-"""An aggregation actor as the process that made it sees it: its calls, its feed, and the address groups push to.
+"""An aggregation actor as the process that made it sees it: its handle, its feed, and the address groups push to.
 
 The actor is a child of that process on the same node, so that both live and die together.
 """
@@ -10,16 +10,16 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from aggregation.actor import AggregatorActor
-from aggregation.feed import FeedReader
+from aggregation.feed import Feed
 from cluster.sinks import SinkAddress
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """What `RayEngine` needs of an aggregator. `calls` is the actor's handle."""
+    """`RayEngine` needs the last two, whoever ends the actor the first."""
 
-    calls: Any
-    feed: FeedReader
+    actor: Any
+    feed: Feed
     address: SinkAddress
 
     @classmethod
@@ -28,9 +28,8 @@ class Aggregation:
         node = ray.get_runtime_context().get_node_id()
         actor = AggregatorActor.options(  # type: ignore[attr-defined]
             num_cpus=0,
-            max_concurrency=100_000,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False),
         ).remote(tokenizer_folder)
         local = await actor.listen.remote()
         address = SinkAddress(actor._actor_id.hex(), actor, node, local)
-        return cls(actor, await FeedReader.connect(local), address)
+        return cls(actor, await Feed.connect(local), address)

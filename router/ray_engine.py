@@ -22,6 +22,7 @@ from cluster.dispatcher import Dispatcher, NoGroupError
 from cluster.metrics import add_up, render
 from router.aggregation import Aggregation
 from router.engine import GenerationError, ModelInfo, NoHealthyGroupError
+from router.groups import Group, GroupError
 from workers.outputs import ChildRef, FamilyRequest
 
 log = logging.getLogger(__name__)
@@ -29,18 +30,16 @@ T = TypeVar("T")
 
 WATCH_S = 1.0
 """How often the groups are asked whether they live."""
-ANSWER_S = 10.0
-"""How long a group may take to answer a round of questions."""
-CALL_TIMEOUT_S = 60.0
-"""A group that does not take or drop a family for so long counts as lost."""
-
+CALM_S = 5.0
+"""How often while all of them are on this node, where it is heard at once when one ends."""
+RESTLESS_S = 60.0
+"""For so long after a group was lost a new one is looked for as often as ever."""
+ROUND_S = 10.0
+"""How long the groups may take to answer a round of questions."""
 PLACE_ROUNDS = 5
 """How often a family is placed anew when the group chosen for it is leaving."""
 
 DRAIN_POLL_S = 0.1
-
-LOST = (RayError, RayServeException, TimeoutError)
-"""What a call to a group raises when the group, or Serve's way to it, is gone."""
 
 
 class RayEngine:
@@ -48,15 +47,16 @@ class RayEngine:
 
     def __init__(self, model: ModelInfo, groups: Any, aggregation: Aggregation, generation: str | None = None) -> None:
         self._model = model
-        self._groups = groups
-        self._aggregator, self._feed, self._sink = aggregation.calls, aggregation.feed, aggregation.address
+        self._handle = groups
+        self._aggregator, self._sink = aggregation.feed, aggregation.address
         self._generation = generation
         self._dispatcher = Dispatcher()
         self._stats: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._active: set[str] = set()
-        self._actors: dict[str, Any] = {}
-        """The actor of every group that ever answered and is not gone."""
+        self._groups: dict[str, Group] = {}
+        """Every group that ever answered and is not gone."""
+        self._restless_until = 0.0
         self._draining = False
         self._context = contextvars.copy_context()
 
@@ -88,12 +88,12 @@ class RayEngine:
         """Take no new parents, and end the children of those under way with an error."""
         self._draining = True
         await asyncio.gather(
-            *(self._aggregator.fail.remote(parent, None, "the server was stopped") for parent in self._active)
+            *(self._aggregator.call("fail", parent, None, "the server was stopped") for parent in self._active)
         )
 
     async def metrics(self) -> str:
         await self.refresh()
-        parts = [*self._stats, await self._aggregator.counters.remote(), self._dispatcher.counters()]
+        parts = [*self._stats, await self._aggregator.call("counters"), self._dispatcher.counters()]
         return render({**add_up(parts), "groups_alive": len(self._dispatcher.groups)})
 
     async def watch(self) -> None:
@@ -103,43 +103,51 @@ class RayEngine:
                 await self.refresh()
             except Exception:
                 log.exception("could not ask the groups")
-            await asyncio.sleep(WATCH_S)
+            calm = self._groups and all(group.near for group in self._groups.values())
+            await asyncio.sleep(CALM_S if calm and time.monotonic() > self._restless_until else WATCH_S)
 
     async def refresh(self) -> None:
         """Ask every group for its numbers; children on groups that are gone fail with an error of their own.
 
         A silent group that lives is leaving (an update, or fewer groups) and finishes the children it has.
         """
-        own = [s for s in await answers(self._groups) if self._generation in (None, s["generation"])]
+        own = [s for s in await answers(self._handle) if self._generation in (None, s["generation"])]
         self._stats = own or self._stats
-        self._actors |= {stats["group"]: stats["actor"] for stats in own}
-        for group in self._dispatcher.update_groups({stats["group"] for stats in own}):
-            if not await self._lives(group):
-                await self._give_up(group)
+        for stats in own:
+            if stats["group"] not in self._groups:
+                found = await Group.find(stats, self._handle, self._sink.node, self._on_lost)
+                if self._groups.setdefault(stats["group"], found) is not found:
+                    found.close()
+        for name in self._dispatcher.update_groups({stats["group"] for stats in own}):
+            await self._give_up_if_dead(name)
 
-    async def _lives(self, group: str) -> bool:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                await self._actors[group].__ray_ready__.remote()
-        except (RayError, TimeoutError):
-            return False
-        return True
+    def close(self) -> None:
+        """Let go of the groups."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            group.close()
 
-    async def _give_up(self, group: str) -> None:
-        self._dispatcher.drop_group(group)
-        if self._actors.pop(group, None) is not None:
-            await self._aggregator.fail_group.remote(group, "the group that ran this child was lost")
+    def _on_lost(self, name: str) -> None:
+        self._do_later(self._give_up_if_dead(name))
+
+    async def _give_up_if_dead(self, name: str) -> None:
+        if (group := self._groups.get(name)) is not None and await group.lives():
+            return
+        self._dispatcher.drop_group(name)
+        if self._groups.pop(name, None) is not None:
+            self._restless_until = time.monotonic() + RESTLESS_S
+            await self._aggregator.call("fail_group", name, "the group that ran this child was lost")
 
     async def stream(self, parent: ParentRequest, *, whole: bool = False) -> AsyncIterator[ParentUpdate]:
         self._active.add(parent.parent_id)
         try:
             await self._start(parent, stream=not whole)
-            async with aclosing(self._feed.updates(parent.parent_id)) as updates:
+            async with aclosing(self._aggregator.updates(parent.parent_id)) as updates:
                 async for update in updates:
                     self._count_finished(parent, update.deltas)
                     yield update
-        except (RayError, AggregationError) as error:
-            raise _generation_error(error) from error
+        except AggregationError as error:
+            raise GenerationError(str(error)) from error
         finally:
             self._close_later(parent)
 
@@ -147,10 +155,10 @@ class RayEngine:
         self._active.add(parent.parent_id)
         try:
             await self._start(parent, stream=False)
-            result: ParentResult = await self._aggregator.result.remote(parent.parent_id)
+            result: ParentResult = await self._aggregator.call("result", parent.parent_id)
             return result
-        except RayError as error:
-            raise _generation_error(error) from error
+        except AggregationError as error:
+            raise GenerationError(str(error)) from error
         finally:
             self._close_later(parent)
 
@@ -164,13 +172,13 @@ class RayEngine:
         if self._draining:
             raise NoHealthyGroupError("the server is shutting down")
         by_group = self._place(parent, range(len(parent.prompts)), stream=stream)
-        await self._aggregator.open.remote(parent, stream=stream, placement=_placement(by_group))
+        await self._aggregator.call("open", parent, stream=stream, placement=_placement(by_group))
         for _ in range(PLACE_ROUNDS):
             if not (refused := await self._send(by_group)):
                 return
             await self.refresh()
             by_group = self._place(parent, refused, stream=stream)
-            await self._aggregator.place.remote(parent.parent_id, _placement(by_group))
+            await self._aggregator.call("place", parent.parent_id, _placement(by_group))
         raise NoHealthyGroupError("every group is leaving")
 
     async def _while_alive(self, group: str, call: Coroutine[Any, Any, bool]) -> bool:
@@ -217,38 +225,41 @@ class RayEngine:
             by_group[group].append(parent.family(number, children, self._sink.name, stream=stream))
         return by_group
 
-    async def _submit(self, group: str, families: list[FamilyRequest]) -> bool:
+    async def _submit(self, name: str, families: list[FamilyRequest]) -> bool:
         """Whether the group took them."""
+        if (group := self._groups.get(name)) is None:
+            return False
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                taken: bool = await self._groups.submit.remote(group, families, self._sink)
-                return taken
-        except LOST as error:
-            self._dispatcher.leave(group)
+            return await group.submit(families, self._sink)
+        except GroupError as error:
+            self._dispatcher.leave(name)
             raise NoHealthyGroupError("the group was lost before it took the request") from error
 
     def _close_later(self, parent: ParentRequest) -> None:
-        """Free everything of a parent in a task of its own, out of reach of the request's cancellation."""
+        """Free everything of a parent, out of reach of the request's cancellation."""
         self._active.discard(parent.parent_id)
         self._dispatcher.release(parent.parent_id, range(parent.num_children))
-        task = self._apart(self._close(parent))
+        self._do_later(self._close(parent))
+
+    def _do_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._apart(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _close(self, parent: ParentRequest) -> None:
         by_group: defaultdict[str, list[ChildRef]] = defaultdict(list)
         try:
-            for group, child in await self._aggregator.close.remote(parent.parent_id):
+            for group, child in await self._aggregator.call("close", parent.parent_id):
                 by_group[group].append(child)
-        except RayError as error:
+        except AggregationError as error:
             log.warning("could not close parent %s: %s", parent.parent_id, error)
-        await asyncio.gather(*(self._abort(group, children) for group, children in by_group.items()))
+        await asyncio.gather(*(self._abort(name, children) for name, children in by_group.items()))
 
-    async def _abort(self, group: str, children: list[ChildRef]) -> None:
+    async def _abort(self, name: str, children: list[ChildRef]) -> None:
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                await self._groups.abort.remote(group, children)
-        except LOST as error:
+            if (group := self._groups.get(name)) is not None:
+                await group.abort(children)
+        except GroupError as error:
             log.warning("could not free %d children on a group: %s", len(children), error)
 
 
@@ -258,9 +269,9 @@ async def answers(groups: Any) -> list[dict[str, Any]]:
     The timeout is not Serve's, which leaves an error in asyncio's log when the caller is cancelled meanwhile.
     """
     try:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(ROUND_S):
             found = await groups.broadcast("stats").results_async(return_exceptions=True)
-    except LOST as error:
+    except (RayError, RayServeException, TimeoutError) as error:
         log.info("no answer from the groups: %s", error)
         return []
     return [answer for answer in found if isinstance(answer, dict)]
@@ -282,9 +293,3 @@ def model_info(about: Mapping[str, Any], folder: str) -> ModelInfo:
 def _placement(by_group: dict[str, list[FamilyRequest]]) -> dict[int, str]:
     """The group of every child by its choice index."""
     return {c.index: group for group, families in by_group.items() for f in families for c in f.children}
-
-
-def _generation_error(error: RayError | AggregationError) -> GenerationError:
-    """What a client may read of an error: the aggregator's own words, nothing of Ray's."""
-    cause = error.__cause__ if isinstance(error, RayError) else error
-    return GenerationError(str(cause) if isinstance(cause, AggregationError) else "the aggregator was lost")

@@ -67,7 +67,9 @@ assert set(COLUMNS) == {field.name for field in fields(Sample)}
 
 def success(row: Row, choice: ChoiceDelta, fingerprint: str) -> Sample:
     """A finished choice, whose index is that of the row. Its log-probabilities are those of the drawn tokens."""
-    logprobs = None if choice.logprobs is None else [position.drawn.logprob for position in choice.logprobs]
+    logprobs = choice.drawn_logprobs
+    if choice.logprobs is not None:
+        logprobs = [position.drawn.logprob for position in choice.logprobs]
     return Sample(
         id=row.id,
         row=row.number,

@@ -118,7 +118,7 @@ class RowReader:
         plan = replace(plan, created=rules.created)
         if rules.replies:
             return Row(number, row_id, plan, style)
-        return Row(number, row_id, _with_logprobs(plan), None)
+        return Row(number, row_id, _with_bare_logprobs(plan), None)
 
     def request(self, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """The route and the body of either kind of row, fields without a value left out. Raises ApiError."""
@@ -221,9 +221,10 @@ def _validated(kind: type[GenerationRequest], body: Mapping[str, Any]) -> Genera
         raise describe(RequestValidationError([{**d, "loc": ("body", *d["loc"])} for d in details])) from None
 
 
-def _with_logprobs(plan: Plan) -> Plan:
-    params = replace(plan.parent.params, logprobs=0)
-    return replace(plan, parent=replace(plan.parent, params=params))
+def _with_bare_logprobs(plan: Plan) -> Plan:
+    parent = plan.parent
+    params, text = replace(parent.params, logprobs=0), replace(parent.text, bare_logprobs=True)
+    return replace(plan, parent=replace(parent, params=params, text=text))
 
 
 def _derived(bits: int, *parts: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aggregation.feed import FeedReader
+from aggregation.feed import Feed
 from aggregation.results import AggregatorLostError, ParentResult, ParentUpdate, UnknownParentError, Usage
 from workers.outputs import ChildRef, FinishReason
 
@@ -20,7 +20,7 @@ def actor(tokenizer_folder) -> Iterator[Any]:
     from aggregation.actor import AggregatorActor
 
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    handle = AggregatorActor.options(num_cpus=0, max_concurrency=100).remote(str(tokenizer_folder))
+    handle = AggregatorActor.options(num_cpus=0).remote(str(tokenizer_folder))
     ray.get(handle.ping.remote())
     yield handle
     ray.shutdown()
@@ -31,13 +31,17 @@ async def collect(updates: AsyncIterator[ParentUpdate]) -> list[ParentUpdate]:
 
 
 def alive(actor: Any) -> tuple[int, int]:
-    counters = ray.get(actor.counters.remote())
+    async def ask() -> dict[str, int]:
+        async with reader(actor) as feed:
+            return await feed.call("counters")
+
+    counters = asyncio.run(ask())
     return counters["parents_alive"], counters["children_alive"]
 
 
 @asynccontextmanager
-async def reader(handle: Any) -> AsyncIterator[FeedReader]:
-    feed = await FeedReader.connect(await handle.listen.remote())
+async def reader(handle: Any) -> AsyncIterator[Feed]:
+    feed = await Feed.connect(await handle.listen.remote())
     try:
         yield feed
     finally:
@@ -48,9 +52,9 @@ def test_a_stream_over_the_wire(actor, tokenizer, make_parent, make_step):
     ids = tokenizer.encode("the 😀 end").ids
 
     async def run():
-        await actor.open.remote(make_parent(2), stream=True)
-        await actor.place.remote("p", {0: "g", 1: "g"})
         async with reader(actor) as feed:
+            await feed.call("open", make_parent(2), stream=True)
+            await feed.call("place", "p", {0: "g", 1: "g"})
             updates = asyncio.create_task(collect(feed.updates("p")))
             for position, token in enumerate(ids):
                 last = position == len(ids) - 1
@@ -71,8 +75,8 @@ def test_a_slow_reader_gets_few_folded_updates_with_everything_in_them(actor, to
     a = tokenizer.token_to_id("a")
 
     async def run():
-        await actor.open.remote(make_parent(1), stream=True)
         async with reader(actor) as feed:
+            await feed.call("open", make_parent(1), stream=True)
             await actor.push.remote(make_step({0: [a]}))
             updates = feed.updates("p")
             first = await anext(updates)
@@ -94,7 +98,7 @@ def test_many_parents_share_one_feed(actor, tokenizer, make_parent, make_step):
     async def run():
         async with reader(actor) as feed:
             for name in tokens:
-                await actor.open.remote(make_parent(1, name), stream=True)
+                await feed.call("open", make_parent(1, name), stream=True)
             streams = {name: asyncio.create_task(collect(feed.updates(name))) for name in tokens}
             for name, token in tokens.items():
                 await actor.push.remote(make_step({0: [token]}, {0: FinishReason.LENGTH}, name))
@@ -108,11 +112,11 @@ def test_many_parents_share_one_feed(actor, tokenizer, make_parent, make_step):
 def test_a_reader_whose_aggregator_dies_hears_of_it(tokenizer_folder, actor, make_parent):
     from aggregation.actor import AggregatorActor
 
-    mortal = AggregatorActor.options(num_cpus=0, max_concurrency=100).remote(str(tokenizer_folder))
+    mortal = AggregatorActor.options(num_cpus=0).remote(str(tokenizer_folder))
 
     async def run():
         async with reader(mortal) as feed:
-            await mortal.open.remote(make_parent(1), stream=True)
+            await feed.call("open", make_parent(1), stream=True)
             stream = asyncio.create_task(collect(feed.updates("p")))
             await asyncio.sleep(0.1)
             ray.kill(mortal)
@@ -125,12 +129,16 @@ def test_a_reader_whose_aggregator_dies_hears_of_it(tokenizer_folder, actor, mak
 
 def test_a_result_over_the_wire(actor, tokenizer, make_parent, make_step):
     a = tokenizer.token_to_id("a")
-    ray.get(actor.open.remote(make_parent(2, stop=("aa",)), stream=False, placement={0: "g", 1: "h"}))
-    waiting = actor.result.remote("p")
-    assert ray.get(actor.push.remote(make_step({0: [a, a]}))) == [ChildRef("p", 0)]
-    assert ray.get(actor.fail_group.remote("h", "h was lost")) == [ChildRef("p", 1)]
-    result: ParentResult = ray.get(waiting)
-    assert [(c.text, c.finish_reason, c.error) for c in result.choices] == [
+
+    async def run() -> ParentResult:
+        async with reader(actor) as feed:
+            await feed.call("open", make_parent(2, stop=("aa",)), stream=False, placement={0: "g", 1: "h"})
+            waiting = asyncio.create_task(feed.call("result", "p"))
+            assert await actor.push.remote(make_step({0: [a, a]})) == [ChildRef("p", 0)]
+            assert await feed.call("fail_group", "h", "h was lost") == [ChildRef("p", 1)]
+            return await waiting
+
+    assert [(c.text, c.finish_reason, c.error) for c in asyncio.run(run()).choices] == [
         ("", "stop", None),
         ("", "error", "h was lost"),
     ]
@@ -139,11 +147,12 @@ def test_a_result_over_the_wire(actor, tokenizer, make_parent, make_step):
 
 def test_c5_a_reader_that_goes_away_leaves_nothing_after_close(actor, make_parent, make_step):
     async def run():
-        await actor.open.remote(make_parent(2), stream=True, placement={0: "g", 1: "g"})
-        await actor.push.remote(make_step({0: [70]}))
         async with reader(actor) as feed:
+            await feed.call("open", make_parent(2), stream=True, placement={0: "g", 1: "g"})
+            await actor.push.remote(make_step({0: [70]}))
             await anext(feed.updates("p"))
-            return await actor.close.remote("p")
+        async with reader(actor) as feed:
+            return await feed.call("close", "p")
 
     assert asyncio.run(run()) == [("g", ChildRef("p", 0)), ("g", ChildRef("p", 1))]
     assert alive(actor) == (0, 0)
@@ -154,7 +163,10 @@ def test_errors_keep_their_type_over_the_wire(actor, make_parent):
         async with reader(actor) as feed:
             await collect(feed.updates(name))
 
-    with pytest.raises(UnknownParentError, match="'gone'"):
-        asyncio.run(read("gone"))
-    with pytest.raises(UnknownParentError, match="'gone'"):
-        ray.get(actor.place.remote("gone", {0: "g"}))
+    async def place(name: str):
+        async with reader(actor) as feed:
+            await feed.call("place", name, {0: "g"})
+
+    for call in (read, place):
+        with pytest.raises(UnknownParentError, match="'gone'"):
+            asyncio.run(call("gone"))

@@ -218,3 +218,17 @@ def test_the_fingerprint_depends_on_the_tokens_only(make_child, tokenizer, cuts)
     for child, tokens, where in zip(children, (ids, ids, ids[::-1]), (cuts, [], []), strict=True):
         feed(child, deltas_of(tokens, where, finish_reason=FinishReason.LENGTH))
     assert children[0].fingerprint == children[1].fingerprint != children[2].fingerprint
+
+
+def test_bare_logprobs_are_those_of_the_drawn_tokens_and_go_with_them(make_child, tokenizer):
+    ids = tokenizer.encode("abc END d").ids
+    cuts = [2, 4]
+    full, bare = (
+        feed(make_child(stop=("END",), logprobs=0, bare_logprobs=bare), deltas_of(ids, cuts, logprobs=True))
+        for bare in (False, True)
+    )
+    assert [c.drawn_logprobs for c in bare] == [[entry.drawn.logprob for entry in c.logprobs] for c in full]
+    assert [c.token_ids for c in bare] == [c.token_ids for c in full]
+    assert bare[-1].finish_reason == "stop" and all(c.logprobs is None for c in bare)
+    bare[0].extend(bare[1])
+    assert len(bare[0].drawn_logprobs) == len(bare[0].token_ids)

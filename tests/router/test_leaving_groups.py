@@ -54,6 +54,7 @@ class Groups:
                 {
                     "group": name,
                     "generation": "old" if name.startswith("old") else "new",
+                    "node": "another",
                     "actor": SimpleNamespace(__ray_ready__=remote(lambda name=name: self._ready(name))),
                 }
                 for name in self.offered
@@ -72,21 +73,25 @@ class Aggregator:
         self.failed: list[tuple[str, str]] = []
         self.closed: list[str] = []
         self.answer = asyncio.Event()
-        self.open = remote(lambda parent, stream, placement: self.placement.update(placement))
-        self.place = remote(lambda parent, placement: self.placement.update(placement))
-        self.fail_group = remote(lambda group, message: self.lost.append(group))
-        self.fail = remote(lambda parent, indices, message: self.failed.append((parent, message)))
-        self.close = remote(lambda parent: self.closed.append(parent) or [])
-        self.result = SimpleNamespace(remote=self._result)
+        self._methods = {
+            "open": lambda parent, stream, placement: self.placement.update(placement),
+            "place": lambda parent, placement: self.placement.update(placement),
+            "fail_group": lambda group, message: self.lost.append(group),
+            "fail": lambda parent, indices, message: self.failed.append((parent, message)),
+            "close": lambda parent: self.closed.append(parent) or [],
+        }
 
-    async def _result(self, parent: str) -> str:
-        await self.answer.wait()
-        return parent
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """As the feed has it."""
+        if method == "result":
+            await self.answer.wait()
+            return args[0]
+        return self._methods[method](*args, **kwargs)
 
 
 async def started(*names: str) -> tuple[RayEngine, Groups, Aggregator]:
     groups, aggregator = Groups(*names), Aggregator()
-    engine = RayEngine(None, groups, Aggregation(aggregator, None, SINK), "new")
+    engine = RayEngine(None, groups, Aggregation(None, aggregator, SINK), "new")
     await engine.refresh()
     return engine, groups, aggregator
 
@@ -146,6 +151,23 @@ def test_a_silent_group_that_lives_finishes_its_children_and_a_dead_one_fails_th
         aggregator.answer.set()
         assert await waiting == "p"
         await engine.drain()
+
+    asyncio.run(run())
+
+
+def test_when_the_way_to_a_group_closes_its_children_fail_at_once_unless_it_lives():
+    async def run() -> None:
+        engine, groups, aggregator = await started("a", "b")
+        waiting = asyncio.create_task(engine.complete(PARENT))
+        while not all(groups.taken.values()):
+            await asyncio.sleep(0)
+        groups.alive.remove("a")
+        for name in ("a", "b"):
+            engine._on_lost(name)
+        aggregator.answer.set()
+        await waiting
+        await engine.drain()
+        assert aggregator.lost == ["a"] and engine._dispatcher.groups == ["b"]
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,28 +22,28 @@ from workers.sampling_params import SamplingParams
 
 
 class Handle:
-    """`handle.method.remote(...)` notes the call and answers what `answers` has, or raises or awaits it."""
+    """`handle.method.remote(...)`, or `handle.call("method", ...)` as a feed has it, notes the call and answers what
+    `answers` has, or raises or awaits it."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((name, args))
+        answer = self.answers.get(name)
+        if isinstance(answer, Exception):
+            raise answer
+        return await answer() if callable(answer) else answer
+
     def __getattr__(self, name: str) -> Any:
-        handle = self
-
-        class Method:
-            async def remote(self, *args: Any, **kwargs: Any) -> Any:
-                handle.calls.append((name, args))
-                answer = handle.answers.get(name)
-                if isinstance(answer, Exception):
-                    raise answer
-                return await answer() if callable(answer) else answer
-
-        return Method()
+        return SimpleNamespace(remote=partial(self.call, name))
 
     def broadcast(self, name: str) -> Any:
         actor = Handle(__ray_ready__=RayActorError())
-        answers = [{"group": group, "generation": "g", "actor": actor} for group in self.answers["alive"]]
+        answers = [
+            {"group": group, "generation": "g", "actor": actor, "node": "another"} for group in self.answers["alive"]
+        ]
 
         class Broadcast:
             async def results_async(self, **_: Any) -> list[Any]:
@@ -58,7 +59,7 @@ def parent(prompts: int = 1) -> ParentRequest:
 
 async def failing(groups: Handle, aggregator: Handle, request: ParentRequest) -> RayEngine:
     """An engine after a request that found no group."""
-    engine = RayEngine(ToyEngine(Path()).model, groups, Aggregation(aggregator, None, SINK))
+    engine = RayEngine(ToyEngine(Path()).model, groups, Aggregation(None, aggregator, SINK))
     await engine.refresh()
     with pytest.raises(NoHealthyGroupError):
         await engine.complete(request)
@@ -97,7 +98,7 @@ def test_closing_frees_the_other_groups_when_one_cannot_be_reached() -> None:
 def test_a_call_that_serve_never_delivers_ends_when_the_group_is_given_up() -> None:
     async def run() -> None:
         groups = Handle(alive=["g"], submit=asyncio.Event().wait)
-        engine = RayEngine(ToyEngine(Path()).model, groups, Aggregation(Handle(close=[]), None, SINK))
+        engine = RayEngine(ToyEngine(Path()).model, groups, Aggregation(None, Handle(close=[]), SINK))
         await engine.refresh()
         reply = asyncio.create_task(engine.complete(parent()))
         while not groups.calls:

@@ -156,10 +156,16 @@ class ToyEngine:
         last = step == len(tokens) - 1
         finish = ("length" if len(tokens) == parent.params.max_tokens else "stop") if last else None
         text = "" if last and self.textless_finish else word(token)
-        logprobs = None if parent.params.logprobs is None else [positions(token, parent.params.logprobs)]
-        return ChoiceDelta(
-            index, text, [token], logprobs, step + 1, None if index in self.lose else finish, "END" if last else None
+        delta = ChoiceDelta(
+            index, text, [token], None, step + 1, None if index in self.lose else finish, "END" if last else None
         )
+        if (most := parent.params.logprobs) is not None:
+            found = positions(token, most)
+            if parent.text.bare_logprobs:
+                delta.drawn_logprobs = [found.drawn.logprob]
+            else:
+                delta.logprobs = [found]
+        return delta
 
     def _usage(self, parent: ParentRequest) -> Usage:
         generated = sum(self.length(parent, i) for i in range(parent.num_children))

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -11,9 +12,10 @@ import pytest
 import ray
 import torch
 from ray.util.state import list_actors
+from ray.util.state.common import ActorState
 
 from cluster.config import ClusterConfig
-from deploy.app import StartError, start
+from deploy.app import RunningCluster, StartError, start
 from tests.system.conftest import ready_url, serve, serve_process
 from tests.system.requests import choices, complete, stream
 
@@ -153,12 +155,31 @@ def test_a_port_that_is_taken_is_named(embedded_model: Path):
             start(ClusterConfig(port=port))
 
 
-def test_the_actors_of_a_cluster_are_the_ranks_the_aggregator_and_the_replicas(embedded_model: Path):
+@pytest.fixture(scope="module")
+def three_ranks(embedded_model: Path) -> Iterator[RunningCluster]:
+    """A cluster of this process's own, which leaves nothing of Ray behind."""
     with start(ClusterConfig(tp=3, port=0)) as running:
-        assert len(complete(running.url, n=3)["choices"]) == 3
-        actors = list_actors(address=ray.get_runtime_context().gcs_address)
-        alive = [actor.class_name for actor in actors if actor.state == "ALIVE"]
-    assert alive.count("RankWorker") == 2 and alive.count("AggregatorActor") == 1
-    assert sum(name.startswith("ServeReplica:choral:groups") for name in alive) == 1
-    assert sum(name.startswith("ServeReplica:choral:router") for name in alive) == 1
+        yield running
     assert not ray.is_initialized()
+
+
+def alive() -> list[ActorState]:
+    return [a for a in list_actors(address=ray.get_runtime_context().gcs_address) if a.state == "ALIVE"]
+
+
+def test_the_actors_of_a_cluster_are_the_ranks_the_aggregator_and_the_replicas(three_ranks: RunningCluster):
+    assert len(complete(three_ranks.url, n=3)["choices"]) == 3
+    names = [actor.class_name for actor in alive()]
+    assert names.count("RankWorker") == 2 and names.count("AggregatorActor") == 1
+    assert sum(name.startswith("ServeReplica:choral:groups") for name in names) == 1
+    assert sum(name.startswith("ServeReplica:choral:router") for name in names) == 1
+
+
+def test_a_group_that_serve_ends_delivers_its_children_to_the_last_token(three_ranks: RunningCluster):
+    events = stream(three_ranks.url, n=2, max_tokens=100, ignore_eos=True)
+    seen = [next(events)]
+    (group,) = [actor for actor in alive() if actor.class_name.startswith("ServeReplica:choral:groups")]
+    ending = ray.get_actor(group.name, "serve").perform_graceful_shutdown.remote()
+    seen += events
+    assert [c["finish_reason"] for event in seen for c in event["choices"] if c["finish_reason"]] == ["length"] * 2
+    ray.get(ending, timeout=60)
