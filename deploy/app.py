@@ -222,7 +222,7 @@ def _start_ray(config: ClusterConfig, device: str, say: Say, *, router: bool = T
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        init_ray(**options)
+        init_ray(log_monitor=router, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise StartError(f"Ray did not start or cannot be joined: {error}") from error
 

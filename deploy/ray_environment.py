@@ -7,6 +7,7 @@ the time. A variable that is set already stays. Called by `deploy.app` and `depl
 
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ _ALWAYS = {
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_raylet_check_gc_period_milliseconds": "2000",
     "RAY_kill_idle_workers_interval_ms": "2000",
+    "RAY_memory_monitor_refresh_ms": "1000",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "-1",
     "LOG_NAME_UPDATE_INTERVAL_S": "10",
@@ -50,18 +52,27 @@ def set_ray_environment(config: ClusterConfig, router: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-def init_ray(**options: Any) -> None:
+def init_ray(*, log_monitor: bool = True, **options: Any) -> None:
     """`ray.init` that leaves signals to this process, and that no signal ends halfway. Raises as Ray does.
 
+    A Ray started without `log_monitor` shows drivers nothing of what its workers write; it is in their files alone.
     On the way Ray puts in handlers, in Python and in native code, that end a process without a word, some by a crash.
     Its own processes shall hear SIGTERM, though they are started while this one does not.
     """
     import ray
+    from ray._private.node import Node
 
     set_mask = signal.pthread_sigmask
 
     def mask_of_child(how: int, blocked: set[int]) -> set[int]:
         return set_mask(signal.SIG_SETMASK, blocked)
 
-    with interrupts_held(), patch.object(signal, "signal"), patch.object(signal, "pthread_sigmask", mask_of_child):
+    # `ray start` has an option for it, `ray.init` none.
+    without_monitor = nullcontext() if log_monitor else patch.object(Node, "start_log_monitor")
+    with (
+        interrupts_held(),
+        patch.object(signal, "signal"),
+        patch.object(signal, "pthread_sigmask", mask_of_child),
+        without_monitor,
+    ):
         ray.init(log_to_driver=False, configure_logging=False, **options)
