@@ -7,12 +7,12 @@ nothing of siblings.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aggregation.detokenizer import make_detokenizer
 from aggregation.logprobs import floored, position_logprobs
 from aggregation.parent_request import ParentRequest, TextOptions
-from aggregation.results import ChoiceDelta, PositionLogprobs
+from aggregation.results import ChoiceDelta
 from aggregation.stop_strings import StopStrings
 from aggregation.vocabulary import Vocabulary
 from workers.outputs import ChildDelta, FinishReason
@@ -62,8 +62,8 @@ class ChildStream:
     """State of one child. `tokens` counts what has left it, `fingerprint` identifies those tokens."""
 
     __slots__ = (
-        "_chars", "_cuts", "_detokenizer", "_drawn_logprobs", "_ids", "_logprobs", "_rules", "_sent_chars", "_settled",
-        "_state", "_texts", "fingerprint", "finish_reason", "index", "tokens",
+        "_chars", "_cuts", "_detokenizer", "_ids", "_logprobs", "_rules", "_sent_chars", "_settled", "_state",
+        "_texts", "fingerprint", "finish_reason", "index", "tokens",
     )  # fmt: skip
 
     def __init__(self, index: int, rules: TextRules) -> None:
@@ -81,8 +81,8 @@ class ChildStream:
         self._cuts: deque[Cut] = deque()
         # What has not left yet, parallel lists; `_texts` is shorter by the tokens the detokenizer holds.
         self._ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] = []
-        self._drawn_logprobs: list[float] = []
+        self._logprobs: list[Any] = []
+        """PositionLogprobs, or numbers where they are bare."""
         self._texts: list[str] = []
 
     def push(self, delta: ChildDelta) -> ChoiceDelta | None:
@@ -119,13 +119,9 @@ class ChildStream:
 
     def _hold(self, delta: ChildDelta, position: int) -> None:
         self._ids.append(delta.token_ids[position])
-        if not self._rules.logprobs or delta.logprobs is None:
-            return
-        entry = delta.logprobs[position]
-        if self._rules.options.bare_logprobs:
-            self._drawn_logprobs.append(floored(entry.logprob))
-        else:
-            self._logprobs.append(position_logprobs(self._rules.vocabulary, entry))
+        if self._rules.logprobs and delta.logprobs is not None:
+            entry, bare = delta.logprobs[position], self._rules.options.bare_logprobs
+            self._logprobs.append(floored(entry.logprob) if bare else position_logprobs(self._rules.vocabulary, entry))
 
     def _settle(self, texts: list[str]) -> Stopped | None:
         """Takes the texts of the next tokens, which belong together: no cut falls between them."""
@@ -167,27 +163,21 @@ class ChildStream:
         last = self._emit(Cut(self._settled, self._chars))
         last.finish_reason, last.stop_reason, last.error = reason.value, stop_reason, error
         self.finish_reason = reason
-        self._ids, self._logprobs, self._drawn_logprobs, self._texts = [], [], [], []
+        self._ids, self._logprobs, self._texts = [], [], []
         self._cuts.clear()
         return last
 
     def _emit(self, cut: Cut) -> ChoiceDelta:
         count = cut.tokens - self.tokens
         text = "".join(self._texts[:count])[: cut.chars - self._sent_chars]
-        ids, logprobs, drawn = self._ids[:count], self._logprobs[:count], self._drawn_logprobs[:count]
-        del self._ids[:count], self._logprobs[:count], self._drawn_logprobs[:count], self._texts[:count]
+        ids, logprobs = self._ids[:count], self._logprobs[:count] if self._rules.logprobs else None
+        del self._ids[:count], self._logprobs[:count], self._texts[:count]
         self.tokens, self._sent_chars = cut
         for token_id in ids:
             self.fingerprint = hash((self.fingerprint, token_id))
-        asked, bare = self._rules.logprobs, self._rules.options.bare_logprobs
-        return ChoiceDelta(
-            self.index,
-            text,
-            ids,
-            logprobs if asked and not bare else None,
-            self.tokens,
-            drawn_logprobs=drawn if asked and bare else None,
-        )
+        if self._rules.options.bare_logprobs:
+            return ChoiceDelta(self.index, text, ids, None, self.tokens, drawn_logprobs=logprobs)
+        return ChoiceDelta(self.index, text, ids, logprobs, self.tokens)
 
 
 def _error(index: int, message: str) -> ChildDelta:

@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from aggregation.aggregator import Aggregator
 from aggregation.results import AggregationError, AggregatorLostError, ParentUpdate
-from workers.local_calls import Caller, answer_calls
-from workers.local_socket import Streams, listen
+from workers.local_calls import Caller, listen_for_calls
 
 METHODS = ("push", "open", "place", "updates", "result", "fail", "fail_group", "close", "counters")
 """What of `Aggregator` can be called."""
@@ -27,11 +26,7 @@ class FeedServer:
     async def listen(self) -> bytes:
         """The address at which groups and router of this host connect. Raises OSError where no socket can be made."""
         methods = {name: getattr(self._aggregator, name) for name in METHODS}
-
-        async def serve(*streams: *Streams) -> None:
-            await answer_calls(streams, methods)
-
-        self._server, address = await listen(serve)
+        self._server, address = await listen_for_calls(methods)
         return address
 
 

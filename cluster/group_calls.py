@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from cluster.engine_driver import EngineDriver
 from cluster.sinks import OutputSink, SinkAddress, open_sink
-from workers.local_calls import answer_calls
-from workers.local_socket import Streams, listen
+from workers.local_calls import listen_for_calls
 from workers.outputs import ChildRef, FamilyRequest
 
 T = TypeVar("T")
@@ -28,11 +27,12 @@ class GroupCalls:
     def __init__(self, driver: EngineDriver, node: str) -> None:
         self._driver, self._node = driver, node
         self._sinks: dict[str, OutputSink] = {}
+        self._opening = asyncio.Lock()
         self._leaving = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="calls", daemon=True).start()
-        self._server, self.address = self._run(self._listen()).result()
-        self._opening = asyncio.Lock()
+        listening = listen_for_calls({"submit": self._submit, "abort": self._abort})
+        self._server, self.address = self._run(listening).result()
 
     async def submit(self, families: Sequence[FamilyRequest], aggregator: SinkAddress) -> bool:
         """Take families, all or none; False if the group is leaving. Raises what the engine has against them."""
@@ -48,12 +48,6 @@ class GroupCalls:
 
     def _run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def _listen(self) -> tuple[asyncio.Server, bytes]:
-        async def serve(*streams: *Streams) -> None:
-            await answer_calls(streams, {"submit": self._submit, "abort": self._abort})
-
-        return await listen(serve)
 
     async def _submit(self, families: Sequence[FamilyRequest], aggregator: SinkAddress) -> bool:
         sink = await self._sink(aggregator)

@@ -77,8 +77,11 @@ class SocketSink:
         return future
 
     def _pushed(self, future: "Future[Stops]") -> None:
-        if future.exception() is not None:
-            self._caller.close()
+        if (error := future.exception()) is None:
+            return
+        if not isinstance(error, ConnectionError):
+            log.error("the aggregator could not take a push and is given up", exc_info=error)
+        self._caller.close()
 
 
 async def open_sink(address: SinkAddress, node: str, lost: Callable[[], None]) -> OutputSink:

@@ -41,14 +41,16 @@ _GROUPS_ALONE = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1"}
 
 def set_own_environment() -> None:
     """To be called before Serve is imported."""
-    for name, value in _OWN.items():
-        os.environ.setdefault(name, value)
+    _set(_OWN)
 
 
 def set_ray_environment(config: ClusterConfig, router: bool) -> None:
     """To be called before Ray is started; its processes inherit what is set."""
-    wanted = _OWN | _ALWAYS | ({} if config.dashboard else _UNWATCHED) | ({} if router else _GROUPS_ALONE)
-    for name, value in wanted.items():
+    _set(_OWN | _ALWAYS | ({} if config.dashboard else _UNWATCHED) | ({} if router else _GROUPS_ALONE))
+
+
+def _set(values: dict[str, str]) -> None:
+    for name, value in values.items():
         os.environ.setdefault(name, value)
 
 

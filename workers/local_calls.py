@@ -15,7 +15,7 @@ from contextlib import aclosing, suppress
 from itertools import count
 from typing import Any, Self
 
-from workers.local_socket import Streams, connect, receive, send
+from workers.local_socket import Streams, connect, listen, receive, send
 
 Take = Callable[[Any, BaseException | None], object]
 """Gets a value, or None and what was raised."""
@@ -94,6 +94,15 @@ class Caller:
             for take in takers.values():
                 take(None, _gone())
             self._lost()
+
+
+async def listen_for_calls(methods: Mapping[str, Callable[..., Any]]) -> tuple[asyncio.Server, bytes]:
+    """Answer the calls of every process of this user; answers the address. Raises OSError where there is none."""
+
+    async def serve(*streams: *Streams) -> None:
+        await answer_calls(streams, methods)
+
+    return await listen(serve)
 
 
 async def answer_calls(streams: Streams, methods: Mapping[str, Callable[..., Any]]) -> None:

@@ -1,8 +1,7 @@
 """Messages between processes of one user on one host: pickles over a Unix socket that leaves no file behind.
 
 A Ray call costs a millisecond of processor time on either side, a message here a tenth. Addresses are Linux's abstract
-ones, and both sides refuse another user's process: messages are pickles. The ends of hop 2 and hop 3 use it, with
-asyncio on either.
+ones, and both sides refuse another user's process: messages are pickles. Used by `local_calls`.
 """
 
 import asyncio

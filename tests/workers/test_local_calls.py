@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers.local_calls import Caller, answer_calls
-from workers.local_socket import Streams, listen
+from workers.local_calls import Caller, listen_for_calls
 
 
 class Unsendable(Exception):
@@ -60,11 +59,7 @@ NAMES = ("note", "fail", "fail_unsendably", "unsendable", "wait", "count")
 async def connected(lost: Callable[[], object] = lambda: None) -> AsyncIterator[tuple[Methods, Caller]]:
     """Afterwards nothing runs any more on either side."""
     methods = Methods()
-
-    async def serve(*streams: *Streams) -> None:
-        await answer_calls(streams, {name: getattr(methods, name) for name in NAMES})
-
-    server, address = await listen(serve)
+    server, address = await listen_for_calls({name: getattr(methods, name) for name in NAMES})
     caller = await Caller.connect(address, lost)
     try:
         yield methods, caller
